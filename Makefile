@@ -1,0 +1,64 @@
+# `make test` and `make bench` set up everything they need. VENV=path uses an environment that is already
+# there, torch and all, and adds only what is missing; without it, .venv is made from requirements/.
+
+# PYTHON makes .venv (the pins need 3.11 or newer); WORKERS are test processes.
+PYTHON ?= python3
+WORKERS ?= 2
+PINS := requirements/test.txt requirements/bench.txt
+CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu)
+
+ifdef VENV
+ENV := $(VENV)
+else
+ENV := .venv
+endif
+RUN := $(ENV)/bin/python
+STAMP := $(ENV)/.attnbias-setup
+
+# An environment shared by two checkouts holds the one that was set up last, named in the stamp.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+STALE := stale
+endif
+
+.PHONY: help setup test test-all bench lint format clean stale
+help:
+	@echo "make setup | test | test-all | bench | lint | format | clean    [VENV=an/environment]"
+
+setup: $(STAMP)
+
+$(STAMP): setup.py pyproject.toml $(wildcard requirements/*) $(CSRC) $(STALE)
+ifdef VENV
+	@$(RUN) -c "import torch" || { echo "VENV=$(VENV) has no torch that imports; install one there first"; exit 1; }
+	missing=$$($(RUN) requirements/missing.py $(PINS)) && { test -z "$$missing" || $(RUN) -m pip install $$missing; }
+	$(RUN) -m pip install --no-deps -e .
+else
+	test -x $(RUN) || $(PYTHON) -m venv $(ENV)
+	$(RUN) -m pip install -r requirements/torch.txt $(PINS:%=-r %)
+	$(RUN) -m pip install --no-deps --no-build-isolation -e .
+endif
+	@echo "$(CURDIR)" > $@
+
+test: setup
+	$(RUN) -m pytest -n $(WORKERS) -p no:benchmark -m "not slow" $(ARGS)
+
+test-all: setup
+	$(RUN) -m pytest -n $(WORKERS) -p no:benchmark $(ARGS)
+
+bench: setup
+	$(RUN) -m attnbias.benchmarks $(ARGS)
+
+lint: setup
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+	$(if $(CSRC),clang-format --dry-run --Werror $(CSRC))
+
+format: setup
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+	$(if $(CSRC),clang-format -i $(CSRC))
+
+# Leaves an environment named by VENV alone.
+clean:
+	rm -rf .venv build dist results *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

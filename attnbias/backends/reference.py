@@ -1,0 +1,147 @@
+"""The definition of attention over a relation, in plain PyTorch.
+
+It reads the relation's pointwise ``related`` and no tile, pattern or kernel, so it shares nothing
+with what it checks. Autograd differentiates it, as often as asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..philox import keep_mask
+from .strides import empty_like_query
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+name = "reference"
+
+# Scores alive at once: longer problems go strip by strip over the query rows.
+STRIP_ELEMENTS = 2**24
+
+
+class _Index(NamedTuple):
+    """Where the pairs of a strip stand; int64, one dimension each."""
+
+    b: Tensor  # [B, 1, 1, 1]
+    h: Tensor  # [1, H, 1, 1]
+    q: Tensor  # [1, 1, rows, 1]: positions, q_start included
+    k: Tensor  # [1, 1, 1, K]
+
+
+def why_not(problem: Problem) -> list[str]:
+    """Say what keeps the reference from running this problem."""
+    score = problem.score
+    return [] if score is None else [f"score: only the dot product (None) yet, got {score!r}"]
+
+
+def attend(problem: Problem, elements: int | None = None) -> tuple[Tensor, Tensor]:
+    """Compute out [B, H, Q, E] and lse [B, H, Q].
+
+    Args:
+        problem: what to compute.
+        elements: bound on the scores alive at once, ``STRIP_ELEMENTS`` when None; a strip has at
+            least one row. A traced call (compile, export) is always one strip, so that its graph
+            holds for other lengths.
+    """
+    query, key, value = problem.query, problem.key, problem.value
+    B, H, Q, _ = query.shape
+    elements = STRIP_ELEMENTS if elements is None else elements
+    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
+    # Cast here and not by strip: the strips' gradients then add up before they are rounded.
+    exact = (query.to(precision), key.to(precision), value.to(precision))
+    if torch.compiler.is_compiling() or B * H * Q * key.shape[2] <= elements:
+        out, lse = _strip(problem, *exact, 0, Q)
+    else:
+        run: Callable[..., tuple[Tensor, Tensor]] = _strip
+        if torch.is_grad_enabled():  # backward computes a strip again instead of keeping it
+            run = partial(checkpoint, _strip, use_reentrant=False, preserve_rng_state=False)
+        rows = max(1, elements // (B * H * key.shape[2]))
+        starts = range(0, Q, rows)
+        strips = [run(problem, *exact, start, min(start + rows, Q)) for start in starts]
+        out = torch.cat([strip[0] for strip in strips], dim=2)
+        lse = torch.cat([strip[1] for strip in strips], dim=2)
+    return empty_like_query(query, value.shape[-1]).copy_(out), lse
+
+
+def _strip(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, start: int, stop: int
+) -> tuple[Tensor, Tensor]:
+    """Compute the query rows from start to stop."""
+    with _without_autocast(query.device.type):
+        (B, H, _, _), (_, Hk, K, _) = query.shape, key.shape
+        index = _Index(
+            b=torch.arange(B, device=query.device).view(-1, 1, 1, 1),
+            h=torch.arange(H, device=query.device).view(1, -1, 1, 1),
+            q=torch.arange(start, stop, device=query.device).view(1, 1, -1, 1) + problem.q_start,
+            k=torch.arange(K, device=query.device).view(1, 1, 1, -1),
+        )
+        heads = (Hk, H // Hk if Hk else 1)  # query heads by the key head they share
+        grouped = torch.unflatten(query[:, :, start:stop], 1, heads)
+        scores = torch.einsum("bgrqd,bgkd->bgrqk", grouped, key).flatten(1, 2) * problem.scale
+        scores = _modify(problem, scores, index)
+        scores = _restrict(problem, scores, index, start, stop)
+        probs, lse = _softmax(scores, problem.sink)
+        if problem.dropout_p > 0:
+            assert problem.seed is not None
+            keep = keep_mask(problem.seed, problem.dropout_p, *index)
+            kept = 1 - problem.dropout_p
+            probs = (probs / kept if kept else probs).masked_fill(~keep, 0)
+        out = torch.einsum("bgrqk,bgke->bgrqe", torch.unflatten(probs, 1, heads), value)
+        return out.flatten(1, 2), lse
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Compute in the dtypes given; some devices (meta) know no autocast."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def _modify(problem: Problem, scores: Tensor, index: _Index) -> Tensor:
+    """Cap the scores, then add the terms."""
+    if problem.softcap:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    for term in problem.terms:
+        scores = scores + term.value(*index).to(scores.dtype)
+    return scores  # [B, H, rows, K]
+
+
+def _restrict(problem: Problem, scores: Tensor, index: _Index, start: int, stop: int) -> Tensor:
+    """Set unrelated pairs to -inf; a pair that counts n times gets + log n."""
+    b, h, q, k = index
+    count: Tensor | None
+    if problem.layout is not None:
+        count = problem.layout.rows(start, stop)  # [batch, heads, rows, K]
+        related = count > 0
+    else:
+        assert problem.relation is not None
+        count = problem.relation.multiplicity(q, k, b, h)
+        related = problem.relation.related(q, k, b, h)
+    if count is not None:
+        scores = scores + count.clamp(min=1).to(scores.dtype).log()
+    return scores.masked_fill(~related, -torch.inf)
+
+
+def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the probabilities [B, H, rows, K] and lse [B, H, rows]; 0 and -inf in empty rows."""
+    # The sink is one more key, without a value; where there is none it is an unrelated key.
+    extra = scores.new_full((), -torch.inf) if sink is None else sink.to(scores.dtype)
+    extra = extra.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    scores = torch.cat([scores, extra], dim=-1)  # [B, H, rows, K + 1]
+    # Finite, so that an empty row is exp(-inf - 0) = 0 and its gradients are 0, not NaN.
+    top = scores.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    lse = (top + total.log()).masked_fill(empty, -torch.inf)
+    return weights[..., :-1] / total, lse.squeeze(-1)

@@ -1,0 +1,195 @@
+"""The layout reference: plain PyTorch over a Layout's lists, one query tile after the other.
+
+It serves a Layout on devices without a kernel, and shows what a kernel does in each pass. A tile
+of rows meets all of its keys at once, so every product and sum has one order: the results are
+deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..philox import keep_mask
+from .strides import empty_like_query
+
+if TYPE_CHECKING:
+    from ..problem import Call, Problem
+
+name = "rows"
+
+
+def why_not(problem: Problem) -> list[str]:
+    """Say what keeps the layout reference from running this problem."""
+    score, terms = problem.score, problem.terms
+    refused = (
+        (score is not None, f"score: only the dot product (None) yet, got {score!r}"),
+        (bool(terms), f"terms: none on the layout reference yet, got {len(terms)}"),
+    )
+    return [words for is_so, words in refused if is_so]
+
+
+class _Tile(NamedTuple):
+    """The query rows of one tile for all (b, h) of a group, and the keys they meet."""
+
+    b: Tensor  # [n]
+    h: Tensor  # [n]
+    rows: slice
+    keys: Tensor  # [m]
+    counts: Tensor  # [rows, m]: how often each pair counts, 0 = unrelated
+
+    @property
+    def queries(self) -> tuple[Tensor, Tensor, slice]:
+        """Index a [B, H, Q, ...] tensor: [n, rows, ...]."""
+        return self.b, self.h, self.rows
+
+    def columns(self, share: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Index a [B, H / share, K, ...] tensor: [n, m, ...]."""
+        return self.b[:, None], self.h[:, None] // share, self.keys
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """Compute out [B, H, Q, E] and lse [B, H, Q]."""
+    query, value = call.query, call.value
+    share = _share(call)
+    out = empty_like_query(query, value.shape[3])
+    lse = query.new_empty(query.shape[:3], dtype=_precision(query))
+    for tile in _tiles(call):
+        scores, _ = _scores(call, tile)
+        probs, _, lse[tile.queries] = _softmax(call, tile, scores)
+        values = value[tile.columns(share)].to(lse.dtype)  # [n, m, E]
+        out[tile.queries] = (probs * _keep(call, tile) @ values).to(out.dtype)
+    return out, lse
+
+
+def backward(
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Compute the gradients of (query, key, value, sink, *terms); no elements where not needed.
+
+    With probabilities P, kept pairs Z (0 or 1 / (1 - dropout_p)) and dP = Z * (dO V^T):
+    dV = (Z * P)^T dO, dS = P * (dP - rowsum(P * dP) + dlse), dQ = dS K and dK = dS^T Q.
+    The sink is a column of P with dP = 0. ``out`` and ``lse`` are not read: a tile holds its rows
+    whole and computes them again.
+    """
+    query, key, value = call.query, call.key, call.value
+    B, H, _, D = query.shape
+    _, Hk, K, E = value.shape
+    share, precision = _share(call), _precision(query)
+    grad_query = torch.zeros_like(query)
+    # By query head, so that no two (b, h) of a tile add to the same place; summed at the end.
+    grad_key = query.new_zeros((B, H, K if needs[1] else 0, D), dtype=precision)
+    grad_value = query.new_zeros((B, H, K if needs[2] else 0, E), dtype=precision)
+    grad_sink = query.new_zeros((B, H), dtype=precision)
+    for tile in _tiles(call):
+        scores, slope = _scores(call, tile)
+        probs, sink_probs, tile_lse = _softmax(call, tile, scores)
+        keep = _keep(call, tile)
+        d_out = grad_out[tile.queries].to(precision)  # [n, rows, E]
+        if needs[2]:
+            grad_value[tile.columns(1)] += (probs * keep).mT @ d_out
+        d_probs = d_out @ value[tile.columns(share)].to(precision).mT * keep  # [n, rows, m]
+        d_row = -(probs * d_probs).sum(-1)  # [n, rows]
+        if grad_lse is not None:
+            # The lse of an empty row is a constant, whatever gradient comes in.
+            d_row += grad_lse[tile.queries].masked_fill(tile_lse == -torch.inf, 0)
+        grad_sink[tile.b, tile.h] += (sink_probs * d_row).sum(-1)
+        d_scores = probs * (d_probs + d_row[..., None]) * slope  # [n, rows, m]
+        if needs[0]:
+            d_query = d_scores @ key[tile.columns(share)].to(precision)
+            grad_query[tile.queries] = d_query.to(query.dtype)
+        if needs[1]:
+            grad_key[tile.columns(1)] += d_scores.mT @ query[tile.queries].to(precision)
+    heads = (Hk, share)  # of H
+    grads = [query.new_empty(0) for _ in needs]
+    if needs[0]:
+        grads[0] = grad_query
+    if needs[1]:
+        grads[1] = torch.empty_like(key).copy_(torch.unflatten(grad_key, 1, heads).sum(2))
+    if needs[2]:
+        grads[2] = torch.empty_like(value).copy_(torch.unflatten(grad_value, 1, heads).sum(2))
+    if needs[3]:
+        assert call.sink is not None
+        grads[3] = torch.empty_like(call.sink).copy_(grad_sink.sum(0))
+    return grads
+
+
+def _precision(query: Tensor) -> torch.dtype:
+    """Half precision is computed in float32 and rounded once, at the end."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def _share(call: Call) -> int:
+    """Count the query heads that read one key head."""
+    H, Hk = call.query.shape[1], call.key.shape[1]
+    return H // Hk if Hk else 1
+
+
+def _tiles(call: Call) -> Iterator[_Tile]:
+    """Go through the query tiles of all groups."""
+    layout, (B, H, Q, _) = call.layout, call.query.shape
+    group = layout.group.expand(B, H)
+    for g in range(layout.groups):
+        b, h = torch.nonzero(group == g, as_tuple=True)
+        for t in range(-(-Q // layout.tile)):
+            listed, counts = layout.columns(g, t)
+            # A key is listed twice when a tile and an edge meet it; gradients go to it once.
+            keys, place = torch.unique(listed, return_inverse=True)
+            counts = counts.new_zeros(len(counts), len(keys)).index_add_(1, place, counts)
+            rows = slice(t * layout.tile, min((t + 1) * layout.tile, Q))
+            yield _Tile(b, h, rows, keys, counts)
+
+
+def _scores(call: Call, tile: _Tile) -> tuple[Tensor, Tensor | float]:
+    """Return the scores [n, rows, m], -inf where unrelated, and their slope by q . k."""
+    share, precision = _share(call), _precision(call.query)
+    queries = call.query[tile.queries].to(precision)  # [n, rows, D]
+    keys = call.key[tile.columns(share)].to(precision)  # [n, m, D]
+    scores = queries @ keys.mT * call.scale
+    slope: Tensor | float = call.scale
+    if call.softcap:
+        capped = torch.tanh(scores / call.softcap)
+        scores = call.softcap * capped
+        slope = call.scale * (1 - capped * capped)
+    often = tile.counts.clamp(min=1).to(precision).log()  # n edges are one with + log n
+    return (scores + often).masked_fill(tile.counts == 0, -torch.inf), slope
+
+
+def _softmax(call: Call, tile: _Tile, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the probabilities [n, rows, m], the sink's [n, rows], and lse [n, rows]."""
+    sink = scores.new_full(scores.shape[:2], -torch.inf)
+    if call.sink is not None:
+        sink[:] = call.sink[tile.h, None]
+    scores = torch.cat([scores, sink[..., None]], dim=-1)  # the sink: a key without a value
+    top = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0))
+    total = weights.sum(-1, keepdim=True)
+    probs = weights / total.masked_fill(total == 0, 1)  # an empty row: 0 / 1
+    lse = (top + total.log()).squeeze(-1)  # an empty row: -inf + log 0
+    return probs[..., :-1], probs[..., -1], lse
+
+
+def _keep(call: Call, tile: _Tile) -> Tensor | float:
+    """Return what dropout multiplies the probabilities by: 0 or 1 / (1 - dropout_p)."""
+    if call.dropout_p == 0:
+        return 1.0
+    assert call.seed is not None
+    q = torch.arange(tile.rows.start, tile.rows.stop, device=tile.keys.device)
+    keep = keep_mask(
+        call.seed,
+        call.dropout_p,
+        b=tile.b[:, None, None],
+        h=tile.h[:, None, None],
+        q=q[:, None] + call.layout.q_start,
+        k=tile.keys,
+    )
+    kept = 1 - call.dropout_p
+    return keep.to(_precision(call.query)) / (kept if kept else 1)

@@ -1,0 +1,1 @@
+"""Bridges to other libraries; each is imported by name, and none at import of attnbias."""

@@ -1,0 +1,231 @@
+"""Exact sets of keys as sorted half-open ranges per row, closed under ``& | ~ -``.
+
+A row is one query of one group (see :class:`Intervals`). No operation visits a key: the cost of all of
+them is the number of rows and ranges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """For each row the keys it relates to, as disjoint, non-touching, increasing ranges.
+
+    Rows are numbered ``g * q_len + i`` for query ``i`` of group ``g``; ``group`` [batch, heads] says which
+    group serves which batch and head, so equal relations are held once.
+    """
+
+    q_len: int
+    k_len: int
+    group: Ints  # [batch, heads] -> g
+    ptr: Ints  # [rows + 1]: ranges of row r are ptr[r]:ptr[r + 1]
+    start: Ints  # [n]
+    stop: Ints  # [n]
+
+    @classmethod
+    def one_per_row(cls, q_len: int, k_len: int, start: Ints, stop: Ints) -> Intervals:
+        """Build from at most one range per row, ``start, stop`` [groups, q_len], cut to the keys."""
+        groups = start.size // q_len if q_len else 1
+        start = np.clip(start.reshape(-1), 0, k_len)
+        stop = np.clip(stop.reshape(-1), 0, k_len)
+        kept = start < stop
+        if kept.all():
+            ptr = np.arange(len(start) + 1)
+        else:
+            ptr = pointer(kept)
+            start, stop = start[kept], stop[kept]
+        return cls(q_len, k_len, np.arange(groups)[:, None], ptr, start, stop)
+
+    @classmethod
+    def full(cls, q_len: int, k_len: int) -> Intervals:
+        """Every key in every row."""
+        return cls.one_per_row(q_len, k_len, np.zeros(q_len, np.int64), np.full(q_len, k_len, np.int64))
+
+    @classmethod
+    def empty(cls, q_len: int, k_len: int, group: Ints) -> Intervals:
+        """No key in any row."""
+        rows = q_len * count_groups(group)
+        blank = np.zeros(0, np.int64)
+        return cls(q_len, k_len, group, np.zeros(rows + 1, np.int64), blank, blank)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all groups."""
+        return len(self.ptr) - 1
+
+    @cached_property
+    def row(self) -> Ints:
+        """The row of each range, [n]."""
+        return np.repeat(np.arange(self.rows), np.diff(self.ptr))
+
+    @cached_property
+    def single(self) -> tuple[Ints, Ints] | None:
+        """``start, stop`` [rows] when no row has two ranges (0, 0 in an empty row), else None."""
+        if len(self.start) == self.rows and (np.diff(self.ptr) == 1).all():
+            return self.start, self.stop
+        if len(self.start) > self.rows or (np.diff(self.ptr) > 1).any():
+            return None
+        start, stop = np.zeros((2, self.rows), np.int64)
+        start[self.row], stop[self.row] = self.start, self.stop
+        return start, stop
+
+    def counts(self) -> Ints:
+        """Related keys in each row, [rows]."""
+        total = np.concatenate(([0], np.cumsum(self.stop - self.start)))
+        return total[self.ptr[1:]] - total[self.ptr[:-1]]
+
+    def take_groups(self, group: Ints, which: Ints) -> Intervals:
+        """The same sets under another map: group ``g`` of the result is group ``which[g]`` of this one."""
+        if len(which) * self.q_len == self.rows and (which == np.arange(len(which))).all():
+            return replace(self, group=group)
+        rows = (which[:, None] * self.q_len + np.arange(self.q_len)).reshape(-1)
+        return replace(self.take_rows(rows, self.q_len), group=group)
+
+    def take_rows(self, rows: Ints, q_len: int) -> Intervals:
+        """Row ``j`` of the result is row ``rows[j]`` of this one."""
+        ptr, picked = gather_ranges(self.ptr, rows)
+        return replace(self, q_len=q_len, ptr=ptr, start=self.start[picked], stop=self.stop[picked])
+
+    def contains(self, row: Ints, key: Ints) -> NDArray[np.bool_]:
+        """Whether each pair (row, key) is related."""
+        span = self.k_len + 1
+        at = np.searchsorted(self.row * span + self.start, row * span + key, side="right") - 1
+        reach = np.append(self.row * span + self.stop, -1)  # at = -1 finds no range
+        return row * span + key < reach[at]
+
+    def shift(self, distance: int) -> Intervals:
+        """Every key moved by ``distance``; what leaves ``[0, k_len)`` is dropped."""
+        start = np.clip(self.start + distance, 0, self.k_len)
+        stop = np.clip(self.stop + distance, 0, self.k_len)
+        return self.from_ranges(self.row, start, stop)
+
+    def from_ranges(self, row: Ints, start: Ints, stop: Ints) -> Intervals:
+        """Intervals of the same shape holding the union of the given ranges."""
+        ptr, start, stop = merge(self.rows, self.k_len, row, start, stop)
+        return replace(self, ptr=ptr, start=start, stop=stop)
+
+    def __invert__(self) -> Intervals:
+        start = np.zeros(len(self.start) + self.rows, np.int64)
+        stop = np.full(len(start), self.k_len, np.int64)
+        gap = np.arange(len(self.start)) + self.row
+        stop[gap] = self.start
+        start[gap + 1] = self.stop
+        kept = start < stop
+        ptr = pointer(kept)[self.ptr + np.arange(self.rows + 1)]
+        return replace(self, ptr=ptr, start=start[kept], stop=stop[kept])
+
+    def __and__(self, other: Intervals) -> Intervals:
+        a, b = align(self, other)
+        if a.single and b.single:
+            start = np.maximum(a.single[0], b.single[0])
+            stop = np.minimum(a.single[1], b.single[1])
+            return replace(a.one_per_row(a.q_len, a.k_len, start, stop), group=a.group)
+        return ~(~a | ~b)
+
+    def __or__(self, other: Intervals) -> Intervals:
+        a, b = align(self, other)
+        return a.from_ranges(
+            np.concatenate((a.row, b.row)),
+            np.concatenate((a.start, b.start)),
+            np.concatenate((a.stop, b.stop)),
+        )
+
+    def __sub__(self, other: Intervals) -> Intervals:
+        a, b = align(self, other)
+        return ~(~a | b)
+
+    def transpose(self) -> Intervals:
+        """Rows become keys: for each key (of each group) the ranges of queries related to it."""
+        groups = count_groups(self.group)
+        # A run of queries begins at a key where a row has it and the row above has not, and ends
+        # where the row above has it and this one has not; one empty row closes each group.
+        padded = self._padded(groups, below=True)
+        above = self._padded(groups, below=False)
+        key, begin = (padded - above)._by_key(groups, self.k_len)
+        _, end = (above - padded)._by_key(groups, self.k_len)
+        ptr = np.searchsorted(key, np.arange(groups * self.k_len + 1))
+        return Intervals(self.k_len, self.q_len, self.group, ptr, begin, end)
+
+    def _padded(self, groups: int, *, below: bool) -> Intervals:
+        """Each group with one empty row below (or above) its rows."""
+        lengths = np.diff(self.ptr).reshape(groups, self.q_len)
+        lengths = np.pad(lengths, ((0, 0), (0, 1) if below else (1, 0)))
+        return replace(self, q_len=self.q_len + 1, ptr=pointer(lengths.reshape(-1)))
+
+    def _by_key(self, groups: int, k_len: int) -> tuple[Ints, Ints]:
+        """All pairs as (g * k_len + key, query), sorted."""
+        row, key = self.pairs()
+        g, query = np.divmod(row, self.q_len)
+        order = np.argsort(g * k_len + key, kind="stable")
+        return (g * k_len + key)[order], query[order]
+
+    def pairs(self) -> tuple[Ints, Ints]:
+        """Every pair as (row, key): as many elements as there are pairs."""
+        size = self.stop - self.start
+        row = np.repeat(self.row, size)
+        first = np.cumsum(size) - size
+        key = np.arange(len(row)) + np.repeat(self.start - first, size)
+        return row, key
+
+
+def count_groups(group: Ints) -> int:
+    """How many groups a map [batch, heads] names."""
+    return int(group.max(initial=0)) + 1
+
+
+def pointer(lengths: NDArray[np.generic]) -> Ints:
+    """Offsets [n + 1] of consecutive runs of the given lengths."""
+    ptr = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=ptr[1:])
+    return ptr
+
+
+def gather_ranges(ptr: Ints, rows: Ints) -> tuple[Ints, Ints]:
+    """Offsets of the picked rows, and the indices of what they held."""
+    lengths = (ptr[1:] - ptr[:-1])[rows]
+    new = pointer(lengths)
+    return new, np.arange(new[-1]) + np.repeat(ptr[:-1][rows] - new[:-1], lengths)
+
+
+def merge(rows: int, k_len: int, row: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
+    """Union of ranges in any order, touching ones joined: ``ptr, start, stop``."""
+    kept = start < stop
+    if not kept.all():
+        row, start, stop = row[kept], start[kept], stop[kept]
+    if not len(row):
+        return np.zeros(rows + 1, np.int64), start, stop
+    # One axis for all rows, with a gap of one between them so that no range joins the next row's.
+    base = row * (k_len + 1)
+    first = base + start
+    if (first[1:] < first[:-1]).any():
+        order = np.argsort(first, kind="stable")
+        row, base, first, stop = row[order], base[order], first[order], stop[order]
+    reach = np.maximum.accumulate(base + stop)
+    fresh = np.concatenate(([True], first[1:] > reach[:-1]))
+    last = np.concatenate((np.flatnonzero(fresh)[1:] - 1, [len(row) - 1]))
+    base = base[fresh]
+    ptr = np.searchsorted(row[fresh], np.arange(rows + 1))
+    return ptr, first[fresh] - base, reach[last] - base
+
+
+def align(a: Intervals, b: Intervals) -> tuple[Intervals, Intervals]:
+    """Bring two sets to one map of groups, holding each pair of groups once."""
+    if a.group.size == 1 and b.group.size == 1:
+        return a, b
+    group, which = join_groups(a.group, b.group)
+    return a.take_groups(group, which[0]), b.take_groups(group, which[1])
+
+
+def join_groups(*groups: Ints) -> tuple[Ints, list[Ints]]:
+    """One map [batch, heads] for several, and for each of them the group that serves each new one."""
+    spread = np.stack(np.broadcast_arrays(*groups))  # [maps, batch, heads]
+    columns, inverse = np.unique(spread.reshape(len(groups), -1), axis=1, return_inverse=True)
+    return inverse.reshape(spread.shape[1:]), list(columns)

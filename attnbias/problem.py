@@ -1,0 +1,347 @@
+"""What attention is asked to compute: every argument error is raised here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import torch
+from torch import Tensor
+
+from .layouts.layout import Layout
+from .relations import Full
+from .relations.relation import Relation
+
+if TYPE_CHECKING:
+    from .terms import Term
+
+DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
+
+_FULL = Full()
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments that ``attention``, ``explain`` and ``verify`` hand to ``Problem``."""
+
+    terms: Sequence[Term]
+    score: None
+    scale: float | None
+    softcap: float | None
+    sink: Tensor | None
+    dropout_p: float
+    q_start: int | Literal["end"]
+    enable_gqa: bool | None
+
+
+class Problem:
+    """One call of ``attention``, checked, with its defaults filled in.
+
+    Made anew in every call, so it is a plain record with slots and the checks are cheap ones. Under
+    ``torch.compile`` and ``torch.export`` what depends on lengths is checked when the op runs.
+
+    Args:
+        query: [B, H, Q, D] or [H, Q, D].
+        key: [B, Hk, K, D] or [Hk, K, D]; Hk divides H.
+        value: [B, Hk, K, E] or [Hk, K, E].
+        relation: a Relation, a Layout, or None for ``Full()``.
+        terms: score terms, added in this order.
+        score: None, the dot product.
+        scale: factor of the dot product; None is ``D**-0.5``.
+        softcap: c of ``c * tanh(score / c)``; None or 0 is off.
+        sink: one more logit per head, without a value, [H].
+        dropout_p: share of the probabilities to drop.
+        q_start: position of the first query among the keys, or "end" (= K - Q).
+        enable_gqa: False refuses fewer key heads than query heads.
+        return_lse: whether the caller wants the lse.
+
+    Raises:
+        TypeError: for an argument of the wrong kind.
+        ValueError: for one of the right kind that does not fit.
+    """
+
+    __slots__ = (
+        "dropout_p",
+        "key",
+        "layout",
+        "q_start",
+        "query",
+        "relation",
+        "return_lse",
+        "scale",
+        "score",
+        "seed",
+        "sink",
+        "softcap",
+        "squeeze",
+        "terms",
+        "value",
+    )
+    query: Tensor  # [B, H, Q, D]
+    key: Tensor  # [B, Hk, K, D]
+    value: Tensor  # [B, Hk, K, E]
+    squeeze: bool  # the inputs came without a batch dimension
+    relation: Relation | None  # exactly one of relation
+    layout: Layout | None  # and layout is set
+    terms: tuple[Term, ...]
+    score: None
+    scale: float
+    softcap: float  # 0.0 = off
+    sink: Tensor | None  # [H]
+    dropout_p: float
+    q_start: int
+    return_lse: bool
+    seed: Tensor | None  # int64 [1]: set by draw_seed
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        relation: Relation | Layout | None = None,
+        *,
+        terms: Sequence[Term] = (),
+        score: None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+        dropout_p: float = 0.0,
+        q_start: int | Literal["end"] = 0,
+        enable_gqa: bool | None = None,
+        return_lse: bool = False,
+    ) -> None:
+        self.squeeze = _check_tensors(query, key, value)
+        if self.squeeze:
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        _check_shapes(query, key, value, enable_gqa)
+        self.query, self.key, self.value = query, key, value
+        self.scale = _check_scale(scale, query)
+        self.softcap = _check_softcap(softcap)
+        self.sink = sink if sink is None else _check_sink(sink, query)
+        self.dropout_p = _check_dropout(dropout_p)
+        self.terms = _check_terms(terms)
+        self.score = score
+        if score is not None:
+            raise TypeError(f"score: wanted None (the dot product), got {_kind(score)}")
+        self.q_start = _resolve(q_start, query, key)
+        self.return_lse = return_lse
+        self.seed = None
+        self.relation = self.layout = None
+        if relation is None:
+            self.relation = _FULL
+        elif isinstance(relation, Relation):
+            self.relation = relation
+            if not torch.compiler.is_compiling():
+                _fit_relation(relation, self)
+        elif isinstance(relation, Layout):
+            self.layout = relation
+            if not torch.compiler.is_compiling():
+                fit_layout(relation, query, key, self.q_start)
+        else:
+            raise TypeError(_not_a_relation(relation))
+
+    def draw_seed(self) -> None:
+        """Draw the dropout seed from torch's generator; nothing is drawn without dropout."""
+        if self.dropout_p > 0:
+            self.seed = torch.randint(0, 2**63 - 1, (1,), device=self.query.device)
+
+
+class Call:
+    """What a backend behind the op computes: tensors, numbers and a layout, no relation.
+
+    ``spec`` says in words what the tensors in ``terms`` mean; empty without terms.
+    """
+
+    __slots__ = (
+        "dropout_p",
+        "key",
+        "layout",
+        "query",
+        "scale",
+        "seed",
+        "sink",
+        "softcap",
+        "spec",
+        "terms",
+        "value",
+    )
+
+    def __init__(
+        self,
+        query: Tensor,  # [B, H, Q, D]
+        key: Tensor,  # [B, Hk, K, D]
+        value: Tensor,  # [B, Hk, K, E]
+        layout: Layout,
+        terms: tuple[Tensor, ...],
+        sink: Tensor | None,  # [H]
+        seed: Tensor | None,  # int64 [1]
+        scale: float,
+        softcap: float,
+        dropout_p: float,
+        spec: str,
+    ) -> None:
+        self.query = query
+        self.key = key
+        self.value = value
+        self.layout = layout
+        self.terms = terms
+        self.sink = sink
+        self.seed = seed
+        self.scale = scale
+        self.softcap = softcap
+        self.dropout_p = dropout_p
+        self.spec = spec
+
+
+def fit_layout(layout: Layout, query: Tensor, key: Tensor, q_start: int) -> None:
+    """Raise unless a layout is for these tensors and this q_start."""
+    B, H, Q, _ = query.shape
+    layout.check(Q, key.shape[2], B, H)
+    if layout.q_start != q_start:
+        raise ValueError(
+            f"q_start: this layout was built with q_start={layout.q_start}, got {q_start}; "
+            "pass the same value to layout() and attention()"
+        )
+    if layout.buffer.device != query.device:
+        raise ValueError(
+            f"relation: wanted a layout on the query's device, {query.device}, "
+            f"got one on {layout.buffer.device}; use layout.to(query.device)"
+        )
+
+
+def _fit_relation(relation: Relation, problem: Problem) -> None:
+    B, H, Q, _ = problem.query.shape
+    relation.check(Q, problem.key.shape[2], problem.q_start, batch=B, heads=H)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Check kind, rank, dtype and device; return whether the batch dimension is missing."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: wanted a tensor, got {_kind(x)}")
+    rank = query.dim()
+    if rank not in (3, 4):
+        raise ValueError(f"query: wanted [B, H, Q, D] or [H, Q, D], got {rank} dimensions, {_shape(query)}")
+    dtype, device = query.dtype, query.device
+    if dtype not in DTYPES:
+        raise TypeError(f"query: wanted float32, float16, bfloat16 or float64, got {dtype}")
+    for name, x in (("key", key), ("value", value)):
+        if x.dim() != rank:
+            raise ValueError(f"{name}: wanted {rank} dimensions like query, got {x.dim()}, {_shape(x)}")
+        if x.dtype != dtype:
+            raise TypeError(f"{name}: wanted the query's dtype, {dtype}, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name}: wanted the query's device, {device}, got {x.device}")
+    return rank == 3
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool | None) -> None:
+    B, H, _, D = query.shape
+    key_batch, Hk, K, key_size = key.shape
+    value_batch, value_heads, value_length, E = value.shape
+    for name, batch in (("key", key_batch), ("value", value_batch)):
+        if batch != B:
+            raise ValueError(f"{name}: wanted the query's batch size, {B}, got {batch}")
+    if value_heads != Hk:
+        raise ValueError(f"value: wanted the key's head count, {Hk}, got {value_heads}")
+    if Hk != H:
+        if Hk == 0 or H % Hk != 0:
+            raise ValueError(f"key: wanted a head count that divides the query's {H}, got {Hk}")
+        if enable_gqa is False:
+            raise ValueError(f"key: wanted the query's {H} heads because of enable_gqa=False, got {Hk}")
+    if value_length != K:
+        raise ValueError(f"value: wanted the key's length, {K}, got {value_length}")
+    if D == 0:
+        raise ValueError(f"query: wanted a head size D of at least 1, got {_shape(query)}")
+    if key_size != D:
+        raise ValueError(f"key: wanted the query's head size D, {D}, got {key_size}")
+    if E == 0:
+        raise ValueError(f"value: wanted a value size E of at least 1, got {_shape(value)}")
+
+
+def _check_scale(scale: float | None, query: Tensor) -> float:
+    if scale is None:
+        return float(query.shape[-1] ** -0.5)
+    # A comparison, not math.isfinite: dynamo follows it for a scale that it traces as a symbol.
+    if not (_is_number(scale) and -math.inf < scale < math.inf):
+        raise _wrong_number("scale", "a finite number", scale)
+    return scale
+
+
+def _check_softcap(softcap: float | None) -> float:
+    if softcap is None:
+        return 0.0
+    if not (_is_number(softcap) and 0 <= softcap < math.inf):
+        raise _wrong_number("softcap", "a finite number of at least 0", softcap)
+    return softcap
+
+
+def _check_dropout(dropout_p: float) -> float:
+    if not (_is_number(dropout_p) and 0 <= dropout_p <= 1):
+        raise _wrong_number("dropout_p", "a number from 0 to 1", dropout_p)
+    return dropout_p
+
+
+def _check_sink(sink: Tensor, query: Tensor) -> Tensor:
+    heads = query.shape[1]
+    if not isinstance(sink, Tensor):
+        raise TypeError(f"sink: wanted a tensor [H], got {_kind(sink)}")
+    if sink.dim() != 1 or sink.shape[0] != heads:
+        raise ValueError(f"sink: wanted a logit per query head, [{heads}], got {_shape(sink)}")
+    if sink.dtype not in DTYPES:
+        raise TypeError(f"sink: wanted a floating-point tensor, got {sink.dtype}")
+    if sink.device != query.device:
+        raise ValueError(f"sink: wanted the query's device, {query.device}, got {sink.device}")
+    return sink
+
+
+def _check_terms(terms: Sequence[Term]) -> tuple[Term, ...]:
+    if not isinstance(terms, (list, tuple)):
+        raise TypeError(f"terms: wanted a list or tuple of score terms, got {_kind(terms)}")
+    for i, term in enumerate(terms):
+        if not callable(getattr(term, "value", None)):
+            raise TypeError(
+                f"terms[{i}]: wanted a score term, which has a method value(b, h, q, k), got {_kind(term)}"
+            )
+    return tuple(terms)
+
+
+def _resolve(q_start: int | Literal["end"], query: Tensor, key: Tensor) -> int:
+    if q_start == "end":
+        return key.shape[2] - query.shape[2]
+    if not isinstance(q_start, (int, torch.SymInt)) or isinstance(q_start, bool):
+        raise TypeError(f"q_start: wanted an int or 'end', got {q_start!r}")
+    return q_start
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (float, int, torch.SymFloat, torch.SymInt)) and not isinstance(x, bool)
+
+
+def _wrong_number(name: str, wanted: str, got: object) -> TypeError | ValueError:
+    if _is_number(got):
+        return ValueError(f"{name}: wanted {wanted}, got {got}")
+    return TypeError(f"{name}: wanted {wanted}, got {_kind(got)}")
+
+
+def _not_a_relation(got: Any) -> str:
+    wanted = "relation: wanted a Relation, a Layout or None (= Full)"
+    if isinstance(got, Tensor):
+        return f"{wanted}, got a tensor {_shape(got)}; for a boolean mask use ab.Dense(mask)"
+    if type(got).__name__ == "BlockMask":
+        return f"{wanted}, got a BlockMask; use attnbias.integrations.flex.from_block_mask(mask)"
+    if isinstance(got, type) and issubclass(got, Relation):
+        return f"{wanted}, got the class {got.__name__}; make a value of it, {got.__name__}(...)"
+    if callable(got):
+        return f"{wanted}, got a function; for a predicate or a mask_mod use ab.Where(function)"
+    return f"{wanted}, got {_kind(got)}"
+
+
+def _kind(x: object) -> str:
+    if isinstance(x, Tensor):
+        return f"a tensor {_shape(x)}"
+    return f"{type(x).__name__} {x!r}"
+
+
+def _shape(x: Tensor) -> str:
+    return str(list(x.shape))

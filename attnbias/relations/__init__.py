@@ -1,0 +1,48 @@
+"""Relations: which query may attend to which key, as values."""
+
+from .choice import PerBatch, PerHead
+from .documents import Documents, Padding
+from .expression import from_key, parse
+from .graph import Graph, Neighbors
+from .grids import Neighborhood
+from .patterns import (
+    Bipartite,
+    Causal,
+    Chunks,
+    Columns,
+    Dilated,
+    Empty,
+    Full,
+    Global,
+    Prefix,
+    RandomBlocks,
+    Window,
+)
+from .predicate import Dense, Where
+from .relation import Relation
+
+__all__ = [
+    "Bipartite",
+    "Causal",
+    "Chunks",
+    "Columns",
+    "Dense",
+    "Dilated",
+    "Documents",
+    "Empty",
+    "Full",
+    "Global",
+    "Graph",
+    "Neighborhood",
+    "Neighbors",
+    "Padding",
+    "PerBatch",
+    "PerHead",
+    "Prefix",
+    "RandomBlocks",
+    "Relation",
+    "Where",
+    "Window",
+    "from_key",
+    "parse",
+]

@@ -1,0 +1,117 @@
+"""One relation for each head, or for each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..layouts.bound import Bound, Place, stack
+from .algebra import Wrapper
+from .relation import Relation, value
+
+
+class _Choice(Wrapper):
+    """One relation for each head, or for each batch."""
+
+    parts: Sequence[Relation]
+    axis: str
+
+    def __post_init__(self) -> None:
+        name, parts = type(self).__name__, cast(Any, self.parts)
+        if isinstance(parts, Relation) or not all(isinstance(part, Relation) for part in parts):
+            raise TypeError(f"{name}: wanted a sequence of relations, got {parts!r}")
+        if not parts:
+            raise ValueError(f"{name}: wanted at least one relation, got none")
+        for part in parts:
+            if getattr(part, self.axis) not in (1, None):
+                raise ValueError(f"{name}: {part!r} has a {self.axis} of its own already")
+        object.__setattr__(self, "parts", tuple(parts))
+        super().__post_init__()
+
+    def inner(self) -> tuple[Relation, ...]:
+        return tuple(self.parts)
+
+    @property
+    def stationary(self) -> bool:
+        return False
+
+    def _pick(self, index: Tensor | None, values: Sequence[Tensor]) -> Tensor:
+        result = values[0]
+        if index is not None:
+            for number, each in enumerate(values[1:], 1):
+                result = torch.where(index == number, each, result)
+        return result
+
+    def _number(self, b: Tensor | None, h: Tensor | None) -> Tensor | None:
+        return h if self.axis == "head_count" else b
+
+    def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
+        return self._pick(self._number(b, h), [part.related(q, k, b, h) for part in self.parts])
+
+    def multiplicity(
+        self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None
+    ) -> Tensor | None:
+        counts = [part.multiplicity(q, k, b, h) for part in self.parts]
+        if all(count is None for count in counts):
+            return None
+        pairs = zip(self.parts, counts, strict=True)
+        each = [part.related(q, k, b, h).long() if x is None else x for part, x in pairs]
+        return self._pick(self._number(b, h), each)
+
+    def _bind(self, at: Place) -> Bound:
+        distinct = {part.key: part for part in self.parts}
+        pick = np.array([list(distinct).index(part.key) for part in self.parts])
+        pick = pick[None, :] if self.axis == "head_count" else pick[:, None]
+        return stack([part._bind(at) for part in distinct.values()], pick, at, self.related)
+
+    @property
+    def T(self) -> Relation:
+        return type(self)([part.T for part in self.parts])  # type: ignore[call-arg]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}([{', '.join(repr(part) for part in self.parts)}])"
+
+    def _make_key(self) -> str:
+        return f"{type(self).__name__}([{', '.join(part.key for part in self.parts)}])"
+
+
+@value
+class PerHead(_Choice):
+    """Another relation for each head.
+
+    Args:
+        parts: one relation per head.
+
+    Example:
+        >>> import attnbias as ab
+        >>> heads = ab.PerHead([ab.Causal(), ab.Window(before=63), ab.Full(), ab.Full()])
+        >>> heads.head_count
+        4
+    """
+
+    parts: Sequence[Relation]
+    axis = "head_count"
+
+    @property
+    def head_count(self) -> int:
+        return len(self.parts)
+
+
+@value
+class PerBatch(_Choice):
+    """Another relation for each batch.
+
+    Args:
+        parts: one relation per batch.
+    """
+
+    parts: Sequence[Relation]
+    axis = "batch_size"
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.parts)

@@ -1,0 +1,345 @@
+"""Relations that come with the data of a batch: packed documents and padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..layouts.bound import Bound, Place
+from ..layouts.intervals import Intervals, Ints, pointer
+from .patterns import RANGES_PER_ROW, as_lengths, key_ranges, per_batch
+from .relation import Relation, as_indices, value
+
+
+@value
+class Documents(Relation):
+    """Keys of the query's own document, for sequences packed into one.
+
+    Args:
+        ids: document of each position, [L] or [B, L]; -1 is padding, related to nothing.
+        key_ids: documents of the keys where they differ from the queries', [K] or [B, K].
+
+    Example:
+        >>> import attnbias as ab
+        >>> print((ab.Documents.from_lengths([2, 3]) & ab.Causal()).picture(5, 5))
+        #....
+        ##...
+        ..#..
+        ..##.
+        ..###
+    """
+
+    ids: Tensor
+    key_ids: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", as_indices("ids", self.ids, (1, 2)))
+        if self.key_ids is not None:
+            key_ids = as_indices("key_ids", self.key_ids, (1, 2))
+            object.__setattr__(self, "key_ids", key_ids.to(self.ids.device))
+            sizes = {len(x) for x in (self.ids, key_ids) if x.dim() == 2 and len(x) != 1}
+            if len(sizes) > 1:
+                raise ValueError(
+                    f"key_ids: wanted the batch of ids, got shapes {list(key_ids.shape)} "
+                    f"and {list(self.ids.shape)}"
+                )
+        super().__post_init__()
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int] | Tensor) -> Documents:
+        """Documents of the given lengths, one after another."""
+        sizes = as_indices("lengths", lengths, (1,)).cpu()
+        if len(sizes) and int(sizes.min()) < 0:
+            raise ValueError(f"lengths: wanted 0 or more, got {int(sizes.min())}")
+        return cls(torch.repeat_interleave(torch.arange(len(sizes)), sizes))
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_q: Tensor, cu_k: Tensor | None = None) -> Documents:
+        """Documents from cumulative lengths ``[0, n1, n1 + n2, ...]`` of queries (and of keys)."""
+        ids = _ids_from_offsets("cu_q", cu_q)
+        if cu_k is None:
+            return cls(ids)
+        if len(cu_k) != len(cu_q):
+            raise ValueError(f"cu_k: wanted {len(cu_q)} offsets as in cu_q, got {len(cu_k)}")
+        return cls(ids, _ids_from_offsets("cu_k", cu_k))
+
+    def each(self, relation: Relation) -> Relation:
+        """A relation inside each document, in positions counted from the document's first."""
+        if relation.lengths != (None, None):
+            raise ValueError(f"relation: wanted one that fits documents of any length, got {relation!r}")
+        return EachDocument(self, relation)
+
+    @property
+    def _keys(self) -> Tensor:
+        return self.ids if self.key_ids is None else self.key_ids
+
+    @property
+    def batch_size(self) -> int:
+        return max(len(ids) if ids.dim() == 2 else 1 for ids in (self.ids, self._keys))
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.ids.shape[-1], self._keys.shape[-1]
+
+    def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
+        query_id = look_up(self.ids, q, b, -1)
+        return (query_id == look_up(self._keys, k, b, -1)) & (query_id >= 0)
+
+    def _bind(self, at: Place) -> Bound:
+        host, group = distinct_rows(self.ids, self._keys)
+        q_ids = host[:, at.q_start : at.q_start + at.q_len]
+        k_ids = host[:, self.ids.shape[-1] :]
+        if host.min(initial=0) < -1:
+            raise ValueError(f"ids: wanted -1 (padding) or more, got {int(host.min())}")
+        found = _runs_of_rows(q_ids, k_ids)
+        if found is None:
+            return super()._bind(at)
+        return Bound(Intervals(at.q_len, at.k_len, group[:, None], *found))
+
+    @property
+    def T(self) -> Relation:
+        return self if self.key_ids is None else Documents(self.key_ids, self.ids)
+
+
+def look_up(table: Tensor, position: Tensor, b: Tensor | None, outside: int) -> Tensor:
+    """``table[b, position]`` for a table [L] or [B, L]; ``outside`` where there is no such position."""
+    table = table.to(position.device)
+    exists = (position >= 0) & (position < table.shape[-1])
+    if table.shape[-1] == 0:
+        return torch.full_like(position, outside)
+    index = position.clamp(0, table.shape[-1] - 1)
+    if table.dim() == 1 or len(table) == 1:
+        found = table.reshape(-1)[index]
+    else:
+        batch = torch.zeros((), dtype=torch.int64, device=table.device) if b is None else b
+        found = table[batch.clamp(max=len(table) - 1), index]
+    return torch.where(exists, found, outside)
+
+
+def distinct_rows(*tables: Tensor) -> tuple[Ints, Ints]:
+    """Tables [L] or [B, L] side by side on the host, equal batches held once, and each batch's row."""
+    host = [np.atleast_2d(table.cpu().numpy()) for table in tables]
+    batch = max(len(table) for table in host)
+    joined = np.concatenate([np.broadcast_to(x, (batch, x.shape[1])) for x in host], 1)
+    if batch == 1:
+        return joined, np.zeros(1, np.int64)
+    rows, group = np.unique(joined, axis=0, return_inverse=True)
+    return rows, group.reshape(-1)
+
+
+def _ids_from_offsets(name: str, offsets: Tensor) -> Tensor:
+    host = as_indices(name, offsets, (1,)).cpu()
+    sizes = host.diff()
+    if len(host) == 0 or host[0] != 0 or (len(sizes) and int(sizes.min()) < 0):
+        raise ValueError(f"{name}: wanted offsets that start at 0 and never fall, got {host.tolist()}")
+    return torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+
+
+def _runs_of_rows(q_ids: Ints, k_ids: Ints) -> tuple[Ints, Ints, Ints] | None:
+    """For each query the runs of keys with its id: ``ptr, start, stop``; None when they are too many."""
+    groups, k_len = k_ids.shape
+    # A run of equal ids, and the same ids of several runs brought together.
+    fresh = np.ones(k_ids.shape, bool)
+    fresh[:, 1:] = k_ids[:, 1:] != k_ids[:, :-1]
+    place = np.flatnonzero(fresh)
+    group, start = np.divmod(place, max(k_len, 1))
+    stop = np.append(place[1:], groups * k_len) - group * k_len
+    run_id = k_ids.reshape(-1)[place]
+    span = int(max(q_ids.max(initial=0), k_ids.max(initial=0))) + 2
+    key = group * span + run_id
+    order = np.argsort(key, kind="stable")
+    asked = (np.arange(groups)[:, None] * span + q_ids).reshape(-1)
+    first = np.searchsorted(key[order], asked)
+    size = np.searchsorted(key[order], asked, side="right") - first
+    size[q_ids.reshape(-1) < 0] = 0
+    if size.sum() > RANGES_PER_ROW * max(len(size), 1):
+        return None
+    ptr = pointer(size)
+    picked = order[np.arange(ptr[-1]) + np.repeat(first - ptr[:-1], size)]
+    return ptr, start[picked], stop[picked]
+
+
+@value
+class EachDocument(Relation):
+    """A relation inside each document; written ``documents.each(relation)``."""
+
+    documents: Documents
+    relation: Relation
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.documents.batch_size if self.relation.batch_size == 1 else self.relation.batch_size
+
+    @property
+    def head_count(self) -> int | None:
+        return self.relation.head_count
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.documents.lengths
+
+    def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
+        docs = self.documents
+        local_q = look_up(local_positions(docs.ids), q, b, 0)
+        local_k = look_up(local_positions(docs._keys), k, b, 0)
+        return docs.related(q, k, b, h) & self.relation.related(local_q, local_k, b, h)
+
+    def _bind(self, at: Place) -> Bound:
+        docs = self.documents
+        host, group = distinct_rows(docs.ids, docs._keys)
+        split = docs.ids.shape[-1]
+        spans = [_contiguous(ids) for ids in (host[:, :split], host[:, split:])]
+        if self.relation.batch_size != 1 or self.relation.head_count != 1 or None in spans:
+            return super()._bind(at)
+        form = self._place_documents(host, split, group)
+        if form is None:
+            return super()._bind(at)
+        rows = np.arange(len(host))[:, None] * split + at.positions
+        return Bound(form.take_rows(rows.reshape(-1), at.q_len))
+
+    def _place_documents(self, host: Ints, split: int, group: Ints) -> Intervals | None:
+        """Bind the relation once per shape of document, and put it at each document's corner."""
+        corners = _corners(host[:, :split], host[:, split:])  # [n, 5]: group, q, k, q_size, k_size
+        shapes, which = np.unique(corners[:, 3:], axis=0, return_inverse=True)
+        row, start, stop = [], [], []
+        for number, (q_size, k_size) in enumerate(shapes.tolist()):
+            inner = self.relation._bind(Place(q_size, k_size))
+            if not isinstance(inner.solid, Intervals) or inner.edges is not None:
+                return None
+            at = corners[which.reshape(-1) == number]
+            first_row = at[:, 0] * split + at[:, 1]
+            row.append((first_row[:, None] + inner.solid.row).reshape(-1))
+            start.append((at[:, 2:3] + inner.solid.start).reshape(-1))
+            stop.append((at[:, 2:3] + inner.solid.stop).reshape(-1))
+        form = Intervals.empty(split, host.shape[1] - split, group[:, None])
+        none = np.zeros(0, np.int64)
+        return form.from_ranges(*(np.concatenate((none, *x)) for x in (row, start, stop)))
+
+    @property
+    def T(self) -> Relation:
+        turned = self.documents.T
+        assert isinstance(turned, Documents)
+        return EachDocument(turned, self.relation.T)
+
+    @property
+    def _device(self) -> torch.device | str:
+        return self.documents._device
+
+    def _numbers(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return f"{self.documents!r}.each({self.relation!r})"
+
+    def _make_key(self) -> str:
+        return f"{self.documents.key}.each({self.relation.key})"
+
+
+def local_positions(ids: Tensor) -> Tensor:
+    """How many earlier positions have the same id, for each position of [L] or [B, L]."""
+    order = ids.sort(dim=-1, stable=True)
+    count = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
+    first = torch.searchsorted(order.values.contiguous(), order.values.contiguous())
+    return torch.zeros_like(ids).scatter(-1, order.indices, count - first)
+
+
+def _contiguous(ids: Ints) -> bool | None:
+    """True when every document is one run, else None."""
+    fresh = np.ones(ids.shape, bool)
+    fresh[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    kept = fresh & (ids >= 0)
+    number = np.arange(len(ids))[:, None] * (int(ids.max(initial=0)) + 2) + ids
+    return True if len(np.unique(number[kept])) == kept.sum() else None
+
+
+def _corners(q_ids: Ints, k_ids: Ints) -> Ints:
+    """Group, first query, first key, queries and keys of every document that has both, [n, 5]."""
+    sides = []
+    for ids in (q_ids, k_ids):
+        span = int(max(q_ids.max(initial=0), k_ids.max(initial=0))) + 2
+        number = (np.arange(len(ids))[:, None] * span + ids)[ids >= 0]
+        position = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)[ids >= 0]
+        found, first, size = np.unique(number, return_index=True, return_counts=True)
+        sides.append((found, position[first], size, span))
+    shared, in_q, in_k = np.intersect1d(sides[0][0], sides[1][0], return_indices=True)
+    return np.stack(
+        (
+            shared // sides[0][3],
+            sides[0][1][in_q],
+            sides[1][1][in_k],
+            sides[0][2][in_q],
+            sides[1][2][in_k],
+        ),
+        1,
+    )
+
+
+@value
+class Padding(Relation):
+    """Keys before each batch's length: what a padded batch may attend to.
+
+    Args:
+        lengths_: number of real keys in each batch, [B].
+    """
+
+    lengths_: Tensor | None = None
+    mask: Tensor | None = None
+
+    def __init__(self, lengths: Sequence[int] | Tensor, *, mask: Tensor | None = None) -> None:
+        # The attribute is not "lengths", for every relation has a property of that name.
+        object.__setattr__(self, "lengths_", None)
+        object.__setattr__(self, "mask", mask)
+        if mask is None:
+            if isinstance(lengths, int):
+                raise TypeError(f"lengths: wanted one per batch, got {lengths!r}")
+            object.__setattr__(self, "lengths_", as_lengths("lengths", lengths))
+        self.__post_init__()
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> Padding:
+        """From booleans [B, K], True at real keys, which may stand anywhere (left padding too)."""
+        mask = torch.as_tensor(mask)
+        if mask.dtype != torch.bool or mask.dim() != 2:
+            raise ValueError(f"mask: wanted booleans [batch, keys], got {mask.dtype} {list(mask.shape)}")
+        return cls((), mask=mask.detach().clone())
+
+    @property
+    def batch_size(self) -> int:
+        table = self.mask if self.lengths_ is None else self.lengths_
+        assert table is not None
+        return len(table)
+
+    @property
+    def lengths(self) -> tuple[None, int | None]:
+        return None, None if self.mask is None else self.mask.shape[1]
+
+    def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
+        if self.mask is not None:
+            return (look_up(self.mask.long(), k, b, 0) > 0) & torch.ones_like(q, dtype=torch.bool)
+        assert self.lengths_ is not None
+        return k < per_batch(self.lengths_, q, b) + torch.zeros_like(q)
+
+    def _bind(self, at: Place) -> Bound:
+        if self.lengths_ is not None:
+            return key_ranges(at, self.lengths_)
+        assert self.mask is not None
+        # Every query sees the same keys: the runs of real keys, once per batch.
+        host, group = distinct_rows(self.mask.long())
+        found = _runs_of_rows(np.ones((len(host), 1), np.int64), np.where(host > 0, 1, -1))
+        if found is None:
+            return super()._bind(at)
+        one = Intervals(1, at.k_len, group[:, None], *found)
+        rows = np.repeat(np.arange(len(host)), at.q_len)
+        return Bound(one.take_rows(rows, at.q_len))
+
+    def _values(self) -> list[tuple[str, Any, Any]]:
+        if self.mask is not None:
+            return [("mask", self.mask, None)]
+        return [("lengths", self.lengths_, None)]
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("Padding(mask=", "Padding.from_mask(", 1)

@@ -1,0 +1,146 @@
+"""Neighbourhoods on 1-, 2- and 3-dimensional grids of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..layouts.bound import Bound, Place
+from ..layouts.edges import Edges
+from ..layouts.intervals import Intervals, Ints
+from .relation import Relation, as_count, value
+
+
+@value
+class Neighborhood(Relation):
+    """Tokens of a grid attend to those near them, axis by axis; tokens are numbered row by row.
+
+    Args:
+        shape: size of each axis, one to three of them.
+        radius: reach along each axis (or one for all): 2 * radius + 1 tokens.
+        dilation: step between them.
+        causal: along a causal axis only the tokens up to the query's own.
+        border: "cut" drops what lies outside the grid; "clamp" moves the window inside, so that every
+            query has as many keys (NATTEN's rule; causal axes are always cut).
+
+    Example:
+        >>> import attnbias as ab
+        >>> print(ab.Neighborhood((2, 3), radius=(0, 1)).picture(6, 6))
+        ##....
+        ###...
+        .##...
+        ...##.
+        ...###
+        ....##
+    """
+
+    shape: Sequence[int]
+    radius: int | Sequence[int]
+    dilation: int | Sequence[int] = 1
+    causal: bool | Sequence[bool] = False
+    border: str = "cut"
+
+    def __post_init__(self) -> None:
+        shape = self.shape if isinstance(self.shape, Sequence) else (self.shape,)
+        if not 1 <= len(shape) <= 3:
+            raise ValueError(f"shape: wanted one to three axes, got {self.shape!r}")
+        axes = len(shape)
+        object.__setattr__(self, "shape", tuple(as_count("shape", n, 1) for n in shape))
+        for name, least in (("radius", 0), ("dilation", 1)):
+            each = tuple(as_count(name, n, least) for n in _per_axis(name, getattr(self, name), axes))
+            object.__setattr__(self, name, each)
+        causal = tuple(bool(c) for c in _per_axis("causal", self.causal, axes))
+        object.__setattr__(self, "causal", causal)
+        if self.border not in ("cut", "clamp"):
+            raise ValueError(f"border: wanted 'cut' or 'clamp', got {self.border!r}")
+        for n, r, d, c in self._axes():
+            if self.border == "clamp" and not c and (2 * r + 1) * d > n:
+                raise ValueError(
+                    f"radius: border='clamp' wants (2 * radius + 1) * dilation <= {n} tokens "
+                    f"of the axis, got {(2 * r + 1) * d}"
+                )
+        super().__post_init__()
+
+    def _axes(self) -> list[tuple[int, int, int, bool]]:
+        each: Any = (self.shape, self.radius, self.dilation, self.causal)
+        return list(zip(*each, strict=True))
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        tokens = int(np.prod(self.shape))
+        return tokens, tokens
+
+    def _first_step(self, x: Any, n: int, r: int, d: int, causal: bool) -> Any:
+        """Place of the window's first token among those of x's own dilation class (``x % d``)."""
+        first = x // d - r
+        if self.border == "clamp" and not causal:
+            members = (n - x % d + d - 1) // d
+            first = first.clip(0) if isinstance(first, np.ndarray) else first.clamp(min=0)
+            last = members - (2 * r + 1)
+            first = np.minimum(first, last) if isinstance(first, np.ndarray) else torch.minimum(first, last)
+        return first
+
+    def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
+        tokens = self.lengths[0]
+        near = (q >= 0) & (q < tokens) & (k >= 0) & (k < tokens)
+        block = tokens
+        for n, r, d, causal in self._axes():
+            block //= n
+            x, y = q // block % n, k // block % n
+            first = self._first_step(x, n, r, d, causal)
+            step = y // d - first
+            near = near & (y % d == x % d) & (step >= 0) & (step <= 2 * r)
+            if causal:
+                near = near & (y <= x)
+        return near
+
+    def _axis_table(self, n: int, r: int, d: int, causal: bool) -> Ints:
+        """Related coordinates of each coordinate, [n, 2 r + 1], -1 where there is none."""
+        x = np.arange(n)[:, None]
+        steps = self._first_step(x, n, r, d, causal) + np.arange(2 * r + 1)
+        y = steps * d + x % d
+        exists = (steps >= 0) & (y < n) & ((y <= x) | (not causal))
+        return np.where(exists, y, -1)
+
+    def _bind(self, at: Place) -> Bound:
+        *outer, last = self._axes()
+        line = np.arange(at.q_start, at.q_start + at.q_len)
+        lead = np.zeros((at.q_len, 1), np.int64)  # number of the grid's line, per outer neighbour
+        alive = np.ones((at.q_len, 1), bool)
+        block = self.lengths[0]
+        for axis in outer:
+            block //= axis[0]
+            near = self._axis_table(*axis)[line // block % axis[0]]  # [q_len, w]
+            width = lead.shape[1] * near.shape[1]
+            lead = (lead[:, :, None] * axis[0] + near[:, None, :]).reshape(at.q_len, width)
+            alive = (alive[:, :, None] & (near >= 0)[:, None, :]).reshape(at.q_len, width)
+        n = last[0]
+        near = self._axis_table(*last)[line % n]  # [q_len, w]
+        row = np.broadcast_to(np.arange(at.q_len)[:, None], lead.shape)[alive]
+        lead = lead[alive]
+        group = np.zeros((1, 1), np.int64)
+        if last[2] == 1:  # a run of neighbours along the last axis is a range
+            exists = near >= 0
+            start = np.where(exists, near, n).min(1)
+            stop = np.where(exists, near, -1).max(1) + 1
+            form = Intervals.empty(at.q_len, at.k_len, group)
+            return Bound(form.from_ranges(row, lead * n + start[row], lead * n + stop[row]))
+        key = lead[:, None] * n + near[row]
+        exists = near[row] >= 0
+        rows = np.broadcast_to(row[:, None], key.shape)[exists]
+        return Bound(None, Edges.from_pairs(at.q_len, at.k_len, group, rows, key[exists]))
+
+    @property
+    def T(self) -> Relation:
+        return self if self.border == "cut" and not any(c for *_, c in self._axes()) else super().T
+
+
+def _per_axis(name: str, given: Any, axes: int) -> tuple[Any, ...]:
+    each = tuple(given) if isinstance(given, Sequence) else (given,) * axes
+    if len(each) != axes:
+        raise ValueError(f"{name}: wanted one for each of {axes} axes, got {given!r}")
+    return each

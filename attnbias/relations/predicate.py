@@ -1,0 +1,170 @@
+"""Relations given by a function or by a boolean tensor."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..layouts.bound import Bound, Place
+from ..layouts.edges import Edges
+from ..layouts.intervals import Intervals, Ints, pointer
+from ..layouts.predicate import Predicate
+from .patterns import RANGES_PER_ROW
+from .relation import Relation, value
+
+
+@value
+class Where(Relation):
+    """Pairs for which a function of positions is true.
+
+    Args:
+        fn: ``fn(q, k)``, or a FlexAttention ``mask_mod(b, h, q, k)``, on int64 tensors that broadcast
+            together; returns booleans. Evaluated tile by tile, so prefer a named relation where one fits.
+
+    Example:
+        >>> import attnbias as ab
+        >>> print(ab.Where(lambda q, k: (q - k) % 3 == 0).picture(3, 6))
+        #..#..
+        .#..#.
+        ..#..#
+    """
+
+    fn: Callable[..., Tensor]
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(f"fn: wanted a function of (q, k) or (b, h, q, k), got {self.fn!r}")
+        if self._arity not in (2, 4):
+            raise TypeError(f"fn: wanted 2 or 4 arguments, (q, k) or (b, h, q, k), got {self._arity}")
+        super().__post_init__()
+
+    @property
+    def _arity(self) -> int:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(self.fn).parameters.values()
+        return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
+
+    @property
+    def batch_size(self) -> int | None:
+        return 1 if self._arity == 2 else None
+
+    @property
+    def head_count(self) -> int | None:
+        return self.batch_size
+
+    def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
+        if self._arity == 2:
+            result = self.fn(q, k)
+        else:
+            zero = torch.zeros((), dtype=torch.int64, device=q.device)
+            result = self.fn(zero if b is None else b, zero if h is None else h, q, k)
+        if not isinstance(result, Tensor) or result.dtype != torch.bool:
+            raise TypeError(f"fn: wanted a boolean tensor, got {getattr(result, 'dtype', result)!r}")
+        # A function may ignore an argument; the result has to span all pairs.
+        return result & torch.ones_like(q + k, dtype=torch.bool)
+
+    def _bind(self, at: Place) -> Bound:
+        batch, heads = self._varies(at)
+        form = Predicate(at.everywhere(batch, heads), self.related, at.q_start, device=at.device)
+        return Bound(form)
+
+    def _varies(self, at: Place) -> tuple[int, int]:
+        """Batches and heads to evaluate: read from the shape of one evaluated pair."""
+        sizes = (at.batch or 1, at.heads or 1)
+        if self._arity == 2 or sizes == (1, 1) or not at.q_len or not at.k_len:
+            return 1, 1
+        b = torch.arange(sizes[0], device=at.device).view(-1, 1, 1, 1)
+        h = torch.arange(sizes[1], device=at.device).view(-1, 1, 1)
+        one = torch.zeros(1, 1, dtype=torch.int64, device=at.device)
+        shape = (1, 1, 1, 1, *self.fn(b, h, one + at.q_start, one).shape)[-4:]
+        return shape[0], shape[1]
+
+    def _content(self) -> Any:
+        return Where, self.fn
+
+    def _make_key(self) -> str:
+        return self._token()
+
+    def __repr__(self) -> str:
+        return f"Where(<{getattr(self.fn, '__qualname__', type(self.fn).__name__)}>)"
+
+
+@value
+class Dense(Relation):
+    """A boolean tensor, True where the query may attend to the key.
+
+    Args:
+        mask: [Q, K], [H, Q, K] or [B, H, Q, K] (sizes 1 broadcast).
+    """
+
+    mask: Tensor
+
+    def __post_init__(self) -> None:
+        mask = torch.as_tensor(self.mask)
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask: wanted booleans, True = may attend, got {mask.dtype}")
+        if mask.dim() not in (2, 3, 4):
+            raise ValueError(f"mask: wanted [Q, K], [H, Q, K] or [B, H, Q, K], got {list(mask.shape)}")
+        object.__setattr__(self, "mask", mask.detach().clone())
+        super().__post_init__()
+
+    @property
+    def _table(self) -> Tensor:
+        return self.mask[(None,) * (4 - self.mask.dim())]  # [B, H, Q, K]
+
+    @property
+    def batch_size(self) -> int:
+        return self._table.shape[0]
+
+    @property
+    def head_count(self) -> int:
+        return self._table.shape[1]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self._table.shape[2], self._table.shape[3]
+
+    def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
+        table = self._table.to(q.device)
+        queries, keys = self.lengths
+        exists = (q >= 0) & (q < queries) & (k >= 0) & (k < keys)
+        if not table.numel():
+            return exists & False
+        zero = torch.zeros((), dtype=torch.int64, device=q.device)
+        index = [zero if x is None or size == 1 else x for x, size in zip((b, h), table.shape, strict=False)]
+        found = table[index[0], index[1], q.clamp(0, queries - 1), k.clamp(0, keys - 1)]
+        return found & exists
+
+    def _bind(self, at: Place) -> Bound:
+        table = self._table[:, :, at.q_start : at.q_start + at.q_len].cpu().numpy()
+        group = np.arange(self.batch_size * self.head_count).reshape(self.batch_size, self.head_count)
+        flat = np.ascontiguousarray(table).reshape(group.size * at.q_len, at.k_len)
+        start, stop = _runs(flat)
+        rows = len(flat)
+        if len(start) <= RANGES_PER_ROW * max(rows, 1):
+            ptr = pointer(np.bincount(start // max(at.k_len, 1), minlength=rows))
+            base = start // max(at.k_len, 1) * at.k_len
+            return Bound(Intervals(at.q_len, at.k_len, group, ptr, start - base, stop - base))
+        if 4 * int(flat.sum()) <= flat.size:
+            row, key = np.nonzero(flat)
+            return Bound(None, Edges.from_pairs(at.q_len, at.k_len, group, row, key))
+        everywhere = at.everywhere(self.batch_size, self.head_count)
+        return Bound(Predicate(everywhere, self.related, at.q_start))
+
+    @property
+    def T(self) -> Relation:
+        return Dense(self.mask.transpose(-1, -2))
+
+
+def _runs(flat: Any) -> tuple[Ints, Ints]:
+    """First and last + 1 flat index of every run of True within a row."""
+    begins = flat.copy()
+    begins[:, 1:] &= ~flat[:, :-1]
+    ends = flat.copy()
+    ends[:, :-1] &= ~flat[:, 1:]
+    return np.flatnonzero(begins), np.flatnonzero(ends) + 1

@@ -1,0 +1,378 @@
+"""What every relation is: a frozen value with a pointwise definition, an exact bound form and an algebra."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import dataclass_transform
+
+from ..layouts.bound import Bound, Place
+from ..layouts.predicate import Predicate
+
+if TYPE_CHECKING:
+    from ..layouts.layout import Form, Layout
+
+MANY_NUMBERS = 64  # a relation holding more is abbreviated when printed and named by a token in keys
+
+_tokens = itertools.count()
+_named: weakref.WeakValueDictionary[str, Relation] = weakref.WeakValueDictionary()
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+def value(cls: _Class) -> _Class:
+    """Make a relation of a class: a frozen dataclass that compares and prints as relations do."""
+    made: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+    return made  # type: ignore[no-any-return]
+
+
+def named(token: str) -> Relation | None:
+    """The living relation that carries this token in its key."""
+    return _named.get(token)
+
+
+class Relation:
+    """Which query may attend to which key.
+
+    A subclass is decorated with :func:`value` and defines :meth:`related`; everything else follows. It may
+    define ``_bind`` as well, to give its pairs exactly, as ranges or edges, instead of having each tested.
+    """
+
+    key: str  # its content; a plain attribute, because torch.compile guards a string by equality
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", self._make_key())
+
+    listed = False  # whether its pairs are held one by one, so that there are none beyond them
+
+    # -- the definition ---------------------------------------------------------------------------
+
+    def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
+        """Whether queries at positions ``q`` may attend to keys at positions ``k``.
+
+        Args:
+            q: positions of queries, int64; a query row stands at its number plus ``q_start``.
+            k: positions of keys, int64.
+            b: batch numbers (None = 0); all four broadcast together.
+            h: head numbers (None = 0).
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define related(q, k, b, h)")
+
+    def multiplicity(
+        self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None
+    ) -> Tensor | None:
+        """How often each pair counts (duplicate edges of a graph; 0 = unrelated), or None: at most once."""
+        return None
+
+    @property
+    def batch_size(self) -> int | None:
+        """1, the batch size that the relation is made for, or None when it fits any."""
+        return 1
+
+    @property
+    def head_count(self) -> int | None:
+        """1, the number of heads that the relation is made for, or None when it fits any."""
+        return 1
+
+    @property
+    def lengths(self) -> tuple[int | None, int | None]:
+        """Query positions and keys that the relation's data describes; None where it fits any."""
+        return None, None
+
+    @property
+    def stationary(self) -> bool:
+        """Whether ``related`` depends on ``q - k`` alone."""
+        return False
+
+    # -- binding ----------------------------------------------------------------------------------
+
+    def check(
+        self,
+        q_len: int,
+        k_len: int,
+        q_start: int = 0,
+        batch: int | None = None,
+        heads: int | None = None,
+    ) -> None:
+        """Raise ValueError, naming both sizes, unless the relation can be bound there."""
+        queries, keys = self.lengths
+        name = type(self).__name__
+        if keys is not None and keys != k_len:
+            raise ValueError(f"relation: this {name} is for {keys} keys, got k_len = {k_len}")
+        if queries is not None and not (q_start >= 0 and q_start + q_len <= queries):
+            raise ValueError(
+                f"relation: this {name} is for {queries} queries, got q_len = {q_len}"
+                + (f" at q_start = {q_start}" if q_start else "")
+            )
+        for what, mine, theirs in (
+            ("batch", self.batch_size, batch),
+            ("heads", self.head_count, heads),
+        ):
+            if theirs is not None and mine is not None and mine not in (1, theirs):
+                raise ValueError(f"relation: this {name} has {what} {mine}, got {what} {theirs}")
+
+    def bind(
+        self,
+        q_len: int,
+        k_len: int,
+        q_start: int | Literal["end"] = 0,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        device: str = "cpu",
+    ) -> Bound:
+        """The exact set of related pairs at these lengths."""
+        for name, value in (("q_len", q_len), ("k_len", k_len)):
+            if value < 0:
+                raise ValueError(f"{name}: wanted a length, got {value}")
+        start = resolve_start(q_start, q_len, k_len)
+        self.check(q_len, k_len, start, batch, heads)
+        batch, heads = batch or self.batch_size, heads or self.head_count
+        return self._bind(Place(q_len, k_len, start, batch, heads, device))
+
+    def _bind(self, at: Place) -> Bound:
+        everywhere = at.everywhere(self.batch_size or at.batch or 1, self.head_count or at.heads or 1)
+        return Bound(Predicate(everywhere, self.related, at.q_start, self.stationary, at.device))
+
+    def layout(
+        self,
+        q_len: int,
+        k_len: int,
+        *,
+        q_start: int | Literal["end"] = 0,
+        device: torch.device | str = "cpu",
+        form: Form = "auto",
+        batch: int | None = None,
+        heads: int | None = None,
+    ) -> Layout:
+        """The layout at these lengths, built once and kept with the relation."""
+        from ..layouts.cache import cached_layout
+
+        return cached_layout(
+            self,
+            q_len,
+            k_len,
+            q_start=resolve_start(q_start, q_len, k_len),
+            device=torch.device(device),
+            form=form,
+            # Sizes matter only to relations that fit any: elsewhere they would split the cache.
+            batch=batch if self.batch_size is None else None,
+            heads=heads if self.head_count is None else None,
+        )
+
+    def dense(
+        self,
+        q_len: int,
+        k_len: int,
+        q_start: int | Literal["end"] = 0,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+    ) -> Tensor:
+        """The relation as booleans, [q_len, k_len], or [batch, heads, q_len, k_len] if it differs there."""
+        start = resolve_start(q_start, q_len, k_len)
+        self.check(q_len, k_len, start, batch, heads)
+        b = torch.arange(self.batch_size or batch or 1).view(-1, 1, 1, 1)
+        h = torch.arange(self.head_count or heads or 1).view(-1, 1, 1)
+        q, k = torch.arange(start, start + q_len).view(-1, 1), torch.arange(k_len)
+        device = self._device
+        grid = self.related(q.to(device), k.to(device), b.to(device), h.to(device)).cpu()
+        grid = grid.expand(len(b), len(h), q_len, k_len).contiguous()
+        return grid[0, 0] if len(b) == len(h) == 1 else grid
+
+    def picture(
+        self,
+        q_len: int,
+        k_len: int,
+        q_start: int | Literal["end"] = 0,
+        *,
+        batch: int = 0,
+        head: int = 0,
+    ) -> str:
+        """Draw it: a line per query, '#' where it may attend to the key.
+
+        Example:
+            >>> import attnbias as ab
+            >>> print(ab.Window(before=1).picture(4, 4))
+            #...
+            ##..
+            .##.
+            ..##
+        """
+        grid = self.dense(q_len, k_len, q_start)
+        if grid.dim() == 4:
+            grid = grid[min(batch, len(grid) - 1)]
+            grid = grid[min(head, len(grid) - 1)]
+        return "\n".join("".join("#" if x else "." for x in row) for row in grid.tolist())
+
+    def count(self, q_len: int, k_len: int, q_start: int | Literal["end"] = 0) -> int:
+        """Number of related pairs, without visiting them where the relation is exact."""
+        return self.bind(q_len, k_len, q_start).count()
+
+    # -- algebra ----------------------------------------------------------------------------------
+
+    def __and__(self, other: Relation) -> Relation:
+        from .algebra import conjunction
+
+        return conjunction(self, other) if isinstance(other, Relation) else NotImplemented
+
+    def __or__(self, other: Relation) -> Relation:
+        from .algebra import disjunction
+
+        return disjunction(self, other) if isinstance(other, Relation) else NotImplemented
+
+    def __invert__(self) -> Relation:
+        from .algebra import Not
+
+        return Not(self)
+
+    def __sub__(self, other: Relation) -> Relation:
+        return self & ~other if isinstance(other, Relation) else NotImplemented
+
+    @property
+    def T(self) -> Relation:  # the reverse relation, named as torch names a transpose
+        """The reverse relation: ``k`` may attend to ``q``."""
+        from .algebra import Transposed
+
+        return Transposed(self)
+
+    def shift(self, distance: int) -> Relation:
+        """The relation with every key moved ``distance`` positions later (earlier when negative)."""
+        from .algebra import shifted
+
+        return shifted(self, distance)
+
+    def permute(self, order: Tensor | Sequence[int]) -> Relation:
+        """The relation among relabelled tokens: new position ``i`` holds what was at ``order[i]``."""
+        from .algebra import Permuted
+
+        return Permuted(self, order)  # type: ignore[arg-type]  # made a tensor there
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("a relation is neither true nor false: write a & b, a | b, ~a")
+
+    # -- values -----------------------------------------------------------------------------------
+
+    def _values(self) -> list[tuple[str, Any, Any]]:
+        """Name, value and default of each field."""
+        return [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+
+    @property
+    def _device(self) -> torch.device | str:
+        """Where the relation's data lives."""
+        for _, value, _ in self._values():
+            if isinstance(value, Tensor):
+                return value.device
+        return "cpu"
+
+    def _content(self) -> Hashable:
+        """What makes two relations equal; reads the data, once."""
+        content = self.__dict__.get("_content_")
+        if content is None:
+            content = (type(self), *(_hashable(value) for _, value, _ in self._values()))
+            object.__setattr__(self, "_content_", content)
+        return content
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Relation):
+            return NotImplemented
+        return self is other or (type(self) is type(other) and self._content() == other._content())
+
+    def __hash__(self) -> int:
+        return hash(self._content())
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the repr holds all of the relation, so that equal ones share layouts."""
+        return self.key == repr(self)
+
+    def _numbers(self) -> int:
+        """How many numbers the repr would show."""
+        return sum(_size(value) for _, value, _ in self._values())
+
+    def _make_key(self) -> str:
+        if self._numbers() <= MANY_NUMBERS and self._device == "cpu":
+            return repr(self)
+        return self._token()
+
+    def _token(self) -> str:
+        """A name for a relation whose data is too large for a key, or not to be read."""
+        token = f"({type(self).__name__}@{next(_tokens)})"
+        _named[token] = self
+        return token
+
+    def __repr__(self) -> str:
+        short = self._numbers() > MANY_NUMBERS
+        shown = [
+            f"{name}={show(value, short)}"
+            for name, value, default in self._values()
+            if isinstance(value, Tensor) or default is dataclasses.MISSING or value != default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "key", self._make_key())
+
+
+def resolve_start(q_start: int | Literal["end"], q_len: int, k_len: int) -> int:
+    """The first query's position as a number."""
+    return k_len - q_len if q_start == "end" else q_start
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        array = value.cpu().numpy()
+        return array.shape, array.dtype.str, array.tobytes()
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel()
+    return len(value) if isinstance(value, tuple) else 0
+
+
+def show(value: Any, short: bool | None = None) -> str:
+    """A field's value as the repr prints it."""
+    short = _size(value) > MANY_NUMBERS if short is None else short
+    if isinstance(value, Tensor):
+        return f"<{list(value.shape)}>" if short else repr(value.tolist())
+    if isinstance(value, tuple):
+        return f"<{len(value)}>" if short and len(value) > MANY_NUMBERS // 2 else repr(list(value))
+    return repr(value)
+
+
+def as_indices(name: str, value: Any, ranks: Sequence[int]) -> Tensor:
+    """A private int64 copy of integers given as a tensor, an array or nested lists."""
+    tensor = torch.as_tensor(value)
+    if tensor.numel() == 0 and not isinstance(value, Tensor | np.ndarray):
+        tensor = tensor.long()
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name}: wanted integers, got {tensor.dtype}")
+    if tensor.dim() not in ranks:
+        wanted = " or ".join(str(rank) for rank in ranks)
+        raise ValueError(f"{name}: wanted {wanted} dimensions, got shape {list(tensor.shape)}")
+    return tensor.detach().to(torch.int64, copy=True)
+
+
+def as_count(name: str, value: Any, least: int = 0) -> int:
+    """A Python integer of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name}: wanted an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name}: wanted at least {least}, got {value}")
+    return int(value)

@@ -1,0 +1,166 @@
+"""Problems drawn at random, each compared with the textbook computation in float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import testing
+from .ops import attention
+from .relations import Relation
+
+RESULTS = ("out", "lse", "query", "key", "value", "sink")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A random call of ``attention``: everything follows from its seed."""
+
+    seed: int
+    inputs: tuple[Tensor, Tensor, Tensor]
+    relation: Relation
+    options: dict[str, Any]
+    as_layout: bool
+
+    def __str__(self) -> str:
+        shapes = ", ".join(str(list(x.shape)) for x in self.inputs)
+        given = "a layout of " if self.as_layout else ""
+        return f"seed {self.seed}: {shapes} {self.inputs[0].dtype}, {given}{self.relation}, {self.options}"
+
+
+class _Slope:
+    """A score term by its definition alone."""
+
+    def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return -0.1 * (h + b + 1) * (q - k).abs()
+
+
+def draw(seed: int, *, plain: bool = False) -> Drawn:
+    """Draw a problem: ragged lengths, strides, groups, options; ``plain`` leaves the options out."""
+    rng = random.Random(seed)
+    batch, key_heads = rng.choice([1, 1, 2]), rng.choice([1, 2])
+    heads = key_heads * rng.choice([1, 1, 2, 3])
+    k_len = rng.choice([0, 1, 5, 17, 24, 63, 64, 65, 97, 130])
+    q_len = rng.choice([0, 1, 7, 24, k_len, k_len, k_len, 65])
+    start: Any = rng.choice([0, 0, "end", rng.randint(0, 9)])
+    if start == "end" and q_len > k_len:
+        start = 0  # a relation's data has no negative positions
+    first = k_len - q_len if start == "end" else start
+    relation = testing.random_relation(
+        rng, rng.randint(0, 3), q_len=first + q_len, k_len=k_len, batch=batch, heads=heads
+    )
+    inputs = testing.make_inputs(
+        rng.randrange(1 << 30),
+        batch,
+        heads,
+        key_heads,
+        q_len,
+        k_len,
+        rng.choice([1, 3, 8, 16, 33]),
+        rng.choice([1, 4, 16, 20]),
+        rng.choice([torch.float32] * 4 + [torch.float16, torch.bfloat16]),
+        order=rng.choice(["BHLD", "BLHD"]),
+        strided=rng.random() < 0.3,
+        requires_grad=True,
+    )
+    options: dict[str, Any] = {"q_start": start}
+    if rng.random() < 0.3:
+        options["scale"] = rng.choice([0.0, -0.5, 1.0])
+    if not plain:
+        if rng.random() < 0.2:
+            options["softcap"] = 3.0
+        if rng.random() < 0.2:
+            options["sink"] = torch.randn(heads, dtype=inputs[0].dtype, requires_grad=True)
+        if rng.random() < 0.2:
+            options["dropout_p"] = rng.choice([0.3, 1.0])
+        if rng.random() < 0.1:
+            options["terms"] = [_Slope()]
+    as_layout = "terms" not in options and rng.random() < 0.5
+    return Drawn(seed, inputs, relation, options, as_layout)
+
+
+def compare(drawn: Drawn, backend: str | None = None) -> list[str]:
+    """What is wrong with a backend's results and gradients, a line each; empty = nothing.
+
+    Raises:
+        NotImplementedError: if the backend refuses the problem.
+    """
+    query, key, value = drawn.inputs
+    options = drawn.options
+    (batch, heads, q_len), k_len = query.shape[:3], key.shape[2]
+    relation: Any = drawn.relation
+    if drawn.as_layout:
+        relation = relation.layout(q_len, k_len, q_start=options["q_start"], batch=batch, heads=heads)
+    generator = torch.Generator().manual_seed(drawn.seed)
+    wanted = (
+        torch.randn(batch, heads, q_len, value.shape[3], generator=generator, dtype=torch.float64),
+        torch.randn(batch, heads, q_len, generator=generator, dtype=torch.float64),
+    )
+    torch.manual_seed(drawn.seed)
+    got = _results(
+        lambda q, k, v, extra: attention(q, k, v, relation, return_lse=True, backend=backend, **extra),
+        drawn.inputs,
+        options,
+        wanted,
+        query.dtype,
+    )
+    torch.manual_seed(drawn.seed)  # the dropout seed is the call's first and only draw
+    seed = torch.randint(0, 2**63 - 1, (1,)) if options.get("dropout_p") else None
+    counts = _counts(drawn, batch, heads, q_len, k_len)
+    first = k_len - q_len if options["q_start"] == "end" else options["q_start"]
+
+    def textbook(q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        extra = {**extra, "q_start": first}
+        return testing.eager(q, k, v, counts > 0, counts=counts, seed=seed, **extra)
+
+    eager = _results(textbook, drawn.inputs, options, wanted, query.dtype)
+    oracle = _results(textbook, drawn.inputs, options, wanted, torch.float64)
+    scale = options.get("scale", query.shape[3] ** -0.5)
+    sizes = testing.magnitudes(query, key, value, *wanted, scale)
+    faults = []
+    for name, mine, same, exact in zip(RESULTS, got, eager, oracle, strict=False):
+        try:
+            factor = 2.0 if name in ("out", "lse") else 3.0
+            testing.assert_no_worse(name, mine, same, exact, factor, magnitude=sizes[name])
+        except AssertionError as error:
+            faults.append(str(error))
+    return faults
+
+
+def _counts(drawn: Drawn, batch: int, heads: int, q_len: int, k_len: int) -> Tensor:
+    """How often each pair counts, [batch, heads, Q, K], by the relation's pointwise definition."""
+    start = drawn.options["q_start"]
+    first = k_len - q_len if start == "end" else start
+    b, h = torch.arange(batch).view(-1, 1, 1, 1), torch.arange(heads).view(-1, 1, 1)
+    q, k = torch.arange(first, first + q_len).view(-1, 1), torch.arange(k_len)
+    counts = drawn.relation.multiplicity(q, k, b, h)
+    if counts is None:
+        counts = drawn.relation.related(q, k, b, h).long()
+    return counts.expand(batch, heads, q_len, k_len)
+
+
+def _results(
+    call: Any,
+    inputs: tuple[Tensor, ...],
+    options: dict[str, Any],
+    wanted: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Results and gradients of a call on copies of the inputs in the given dtype."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    extra = dict(options)
+    if "sink" in extra:
+        extra["sink"] = extra["sink"].detach().to(dtype).requires_grad_()
+        leaves.append(extra["sink"])
+    if dtype == inputs[0].dtype:  # keep strides and the NaNs around
+        leaves[:3] = [x.detach().requires_grad_() for x in inputs]
+    out, lse = call(*leaves[:3], extra)
+    exists = ~lse.detach().isinf()  # the gradient at an empty row's -inf has no meaning
+    total = (out * wanted[0].to(out.dtype)).sum() + (lse[exists] * wanted[1].to(lse.dtype)[exists]).sum()
+    grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    zero = [torch.zeros_like(x) for x in leaves]
+    return [out, lse, *(z if g is None else g for g, z in zip(grads, zero, strict=True))]

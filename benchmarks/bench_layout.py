@@ -1,0 +1,52 @@
+"""Layout building under pytest-benchmark: ``pytest benchmarks --benchmark-autosave``."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from . import cases, peers
+from .timing import one_thread
+
+TOKENS = 16_384
+
+pytestmark = pytest.mark.benchmark(timer=time.process_time)
+
+
+@pytest.fixture(autouse=True)
+def single_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.mark.benchmark(group="causal & window, 16,384 tokens")
+def test_local_layout(benchmark: BenchmarkFixture) -> None:
+    cases.LOCAL.check(2_000)
+    benchmark(cases.LOCAL.build, TOKENS)
+
+
+@pytest.mark.benchmark(group="causal & window, 16,384 tokens")
+def test_local_block_mask(benchmark: BenchmarkFixture) -> None:
+    benchmark.pedantic(peers.block_mask, (TOKENS,), rounds=3, warmup_rounds=1)
+
+
+@pytest.mark.benchmark(group="growth")
+@pytest.mark.parametrize("tokens", [2**14, 2**17, 2**20])
+@pytest.mark.parametrize("case", cases.GROWTH, ids=lambda case: case.name)
+def test_growth(benchmark: BenchmarkFixture, case: cases.Case, tokens: int) -> None:
+    layout = benchmark.pedantic(case.build, (tokens,), rounds=5, warmup_rounds=1)
+    benchmark.extra_info["bytes"] = layout.stats().bytes
+
+
+@pytest.mark.benchmark(group="graph, 2 M edges")
+def test_graph_layout(benchmark: BenchmarkFixture) -> None:
+    edges = cases.random_edges()
+    benchmark.pedantic(cases.build_graph, (edges,), rounds=5, warmup_rounds=1)
+
+
+@pytest.mark.benchmark(group="graph, 2 M edges")
+def test_graph_scipy(benchmark: BenchmarkFixture) -> None:
+    pytest.importorskip("scipy")
+    source, target = cases.random_edges().numpy()
+    benchmark.pedantic(peers.csr_both_ways, (source, target), rounds=5, warmup_rounds=1)

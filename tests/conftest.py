@@ -1,0 +1,26 @@
+"""Memory that the library takes without filling is NaN (or huge) in tests, so that reading it shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+try:
+    import attnbias  # noqa: F401
+except ImportError as error:  # the mapping of kernels/ needs an install
+    raise pytest.UsageError(f"{error}: run `pip install -e .` first") from None
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Fill fresh floating-point buffers with NaN."""
+    for name in ("empty", "empty_like", "empty_strided"):
+        plain = getattr(torch, name)
+
+        def filled(*args, _plain=plain, **kwargs):
+            made = _plain(*args, **kwargs)
+            if made.is_floating_point() and not torch.compiler.is_compiling() and made.device.type != "meta":
+                made.fill_(torch.nan)
+            return made
+
+        monkeypatch.setattr(torch, name, filled)

@@ -1,0 +1,381 @@
+"""torch.compile and torch.export: the same results, and how often they compile."""
+
+import io
+import math
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
+from torch.utils.checkpoint import checkpoint
+
+import attnbias as ab
+from attnbias.testing import make_inputs
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def leaves(Q=33, K=None, **kwargs):
+    sizes = {"B": 2, "H": 4, "Hk": 2, "Q": Q, "K": K or Q, "D": 8, "E": 5, "requires_grad": True}
+    return make_inputs(0, **(sizes | kwargs))
+
+
+class Distance:
+    def value(self, b, h, q, k):
+        return -0.1 * (q - k).abs()
+
+
+class Attend(torch.nn.Module):
+    """Holds a relation, as a layer does."""
+
+    def __init__(self, relation, **options):
+        super().__init__()
+        self.relation = relation
+        self.options = options
+
+    def forward(self, q, k, v):
+        return ab.attention(q, k, v, self.relation, **self.options)
+
+
+def assert_same(compiled, eager, q, k, v, *rest):
+    """Results and gradients are equal; both run the same code, so bit for bit."""
+    results = []
+    for call in (compiled, eager):
+        torch.manual_seed(1)
+        out = call(q, k, v, *rest)
+        outs = out if isinstance(out, tuple) else (out,)
+        loss = sum(x.masked_fill(x == -math.inf, 0).sin().sum() for x in outs)
+        results.append((*outs, *torch.autograd.grad(loss, (q, k, v))))
+    for mine, given in zip(*results, strict=True):
+        assert torch.equal(mine, given) and mine.stride() == given.stride()
+
+
+def counted(function, **options):
+    """Compile the whole function; ``count.frame_count`` is how often that was done."""
+    count = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, backend=count, **options), count
+
+
+def graph_of(count):
+    """What the compiled graphs call."""
+    return [str(node.target) for graph in count.graphs for node in graph.graph.nodes]
+
+
+# -- the same results ------------------------------------------------------------------------------
+
+WINDOW = ab.Causal() & ab.Window(before=5)
+DOCUMENTS = ab.Documents(torch.arange(100) // 9)  # too many numbers for a key: named by a token
+
+
+@pytest.mark.parametrize("kind", ["relation", "layout"])
+@pytest.mark.parametrize(
+    ("dynamic", "lengths"), [(False, (33, 33)), (None, (33, 33)), (True, (1, 40)), (True, (65, 7))]
+)
+def test_compiled_is_eager(kind, dynamic, lengths):
+    def call(q, k, v, relation):
+        return ab.attention(q, k, v, relation, softcap=2.0, return_lse=True)
+
+    compiled, _ = counted(call, dynamic=dynamic)
+    relation = WINDOW.layout(*lengths) if kind == "layout" else WINDOW
+    assert_same(compiled, call, *leaves(*lengths), relation)
+
+
+def test_compiled_by_inductor_is_eager():
+    def call(q, k, v, layout):
+        weighted = ab.attention(2 * q, k + 1, v, WINDOW)
+        return weighted + ab.attention(q, k, v, layout)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True)
+    for length in (33, 40):
+        q, k, v = leaves(length, order="BLHD")
+        results = [run(q, k, v, WINDOW.layout(length, length)) for run in (compiled, call)]
+        torch.testing.assert_close(*results)
+        grads = [torch.autograd.grad(out.sin().sum(), (q, k, v)) for out in results]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"terms": [Distance()]},
+        {"backend": "reference"},
+        {"dropout_p": 0.3},
+        {"q_start": "end"},
+        {"scale": 0.3, "softcap": 3.0},
+        {"sink": torch.zeros(4)},
+    ],
+    ids=["terms", "reference", "dropout", "end", "numbers", "sink"],
+)
+def test_compiled_options_are_eager(options):
+    module = Attend(WINDOW, return_lse=True, **options)
+    compiled, _ = counted(module)
+    assert_same(compiled, module, *leaves(20, 33))
+
+
+def test_compiled_sdpa_by_name():
+    module = Attend(ab.Causal(), backend="sdpa")
+    compiled, _ = counted(module)
+    assert_same(compiled, module, *leaves(20, 33))
+
+
+def test_compiled_sdpa_where_it_is_the_default(monkeypatch):
+    monkeypatch.setattr(ab.dispatch.sdpa, "why_not_by_default", lambda problem: [])
+    module = Attend(ab.Causal())
+    compiled, count = counted(module, dynamic=True)
+    for length in (33, 50, 64):
+        assert_same(compiled, module, *leaves(length))
+    assert count.frame_count == 1
+    assert "attnbias.forward.default" not in graph_of(count)
+
+
+def test_compiled_without_batch():
+    module = Attend(WINDOW, return_lse=True)
+    compiled, _ = counted(module)
+    assert_same(compiled, module, *(x.detach()[0].requires_grad_() for x in leaves()))
+
+
+def test_compiled_with_data():
+    compiled, count = counted(Attend(DOCUMENTS))
+    assert_same(compiled, Attend(DOCUMENTS), *leaves(100))
+    assert count.frame_count == 1
+
+
+def test_compiled_checkpointing_draws_the_same_dropout():
+    def call(q, k, v):
+        return ab.attention(q, k, v, WINDOW, dropout_p=0.4).sin()
+
+    def checkpointed(q, k, v):
+        return checkpoint(call, q, k, v, use_reentrant=False)
+
+    compiled, _ = counted(checkpointed)
+    assert_same(compiled, call, *leaves())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_compiled_under_autocast(dtype):
+    module = Attend(WINDOW)
+    compiled, count = counted(module)
+    q, k, v = leaves()
+    with torch.autocast("cpu", dtype):
+        out = compiled(q, k, v)
+        assert out.dtype == dtype and torch.equal(out, module(q, k, v))
+    assert compiled(q, k, v).dtype == torch.float32 and count.frame_count == 2
+
+
+# -- how often it compiles -------------------------------------------------------------------------
+
+
+def test_with_a_layout_nothing_new_is_compiled():
+    def call(q, k, v, layout):
+        return ab.attention(q, k, v, layout)
+
+    compiled, count = counted(call, dynamic=True)
+    for relation in (ab.Causal(), ab.Window(before=5), ab.Full(), ab.Documents.from_lengths([33])):
+        assert_same(compiled, call, *leaves(33), relation.layout(33, 33))
+    for length in (34, 64, 129):
+        assert_same(compiled, call, *leaves(length), WINDOW.layout(length, length))
+    assert_same(compiled, call, *leaves(100), DOCUMENTS.layout(100, 100))
+    heads = ab.PerHead([ab.Causal(), WINDOW, ab.Full(), ab.Full()])
+    assert_same(compiled, call, *leaves(33), heads.layout(33, 33))
+    assert count.frame_count == 1
+    for lengths in ((20, 33), (33, 20), (7, 90)):
+        assert_same(compiled, call, *leaves(*lengths), WINDOW.layout(*lengths))
+    assert count.frame_count == 2
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_with_a_relation_a_new_length_compiles_nothing(dynamic):
+    compiled, count = counted(Attend(WINDOW), dynamic=dynamic)
+    first = 1 if dynamic else 2  # without dynamic=True the second length is what makes it dynamic
+    for length in (33, 34, 64, 70):
+        assert_same(compiled, Attend(WINDOW), *leaves(length))
+        assert count.frame_count <= first
+
+
+def test_with_a_relation_as_argument_a_new_one_compiles_once():
+    def call(q, k, v, relation):
+        return ab.attention(q, k, v, relation)
+
+    compiled, count = counted(call, dynamic=True)
+    relations = [ab.Causal(), DOCUMENTS & ab.Causal(), ab.Window(before=6)]
+    for number, relation in enumerate(relations, start=1):
+        assert_same(compiled, call, *leaves(100), relation)
+        assert count.frame_count == number
+    for length, equal in ((100, ab.Causal()), (50, ab.Causal() & ab.Window(before=6))):
+        assert_same(compiled, call, *leaves(length), equal)
+    assert_same(compiled, call, *leaves(100), relations[1])
+    assert count.frame_count == len(relations)
+
+
+def test_with_a_relation_in_a_module_a_new_one_compiles_once():
+    module = Attend(ab.Causal())
+    compiled, count = counted(module, dynamic=True)
+    for number, relation in enumerate((ab.Causal(), WINDOW, ab.Full()), start=1):
+        module.relation = relation
+        for length in (33, 50):
+            assert_same(compiled, module, *leaves(length))
+            assert count.frame_count == number
+
+
+MAKERS = {
+    "window": lambda: ab.Causal() & ab.Window(before=255),
+    "chunks": lambda: ab.Causal() & ab.Chunks(4),
+    "prefix": lambda: ab.Causal() | ab.Prefix(3),
+    "reverse": lambda: ab.Window(before=3).T.shift(1),
+    "heads": lambda: ab.PerHead([ab.Causal(), ab.Full(), ab.Columns(3), ab.Dilated(2, before=3)]),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_relation_made_inside_compiles_once(make):
+    def call(q, k, v):
+        return ab.attention(q, k, v, make())
+
+    compiled, count = counted(call, dynamic=True)
+    for length in (33, 70):
+        assert_same(compiled, call, *leaves(length))
+    assert count.frame_count == 1
+
+
+def test_number_inside_a_relation_made_inside_compiles_once_each():
+    def call(q, k, v, before):
+        return ab.attention(q, k, v, ab.Causal() & ab.Window(before=before))
+
+    compiled, count = counted(call, dynamic=False)
+    for before in (3, 4, 3, 4):
+        assert_same(compiled, call, *leaves(), before)
+    assert count.frame_count == 2
+
+
+def test_q_start_is_a_symbol():
+    def call(q, k, v, q_start):
+        return ab.attention(q, k, v, ab.Causal(), q_start=q_start)
+
+    compiled, count = counted(call, dynamic=True)
+    for q_start in (5, 9, 3, -2):
+        assert_same(compiled, call, *leaves(20, 33), q_start)
+    assert count.frame_count == 1
+
+
+def test_decoding_compiles_once():
+    module = Attend(WINDOW, q_start="end")
+    compiled, count = counted(module, dynamic=True)
+    for length in range(9, 14):
+        assert_same(compiled, module, *leaves(1, length))
+    assert count.frame_count == 1
+
+
+# -- backends and errors ---------------------------------------------------------------------------
+
+
+def test_use_backend_around_and_inside_a_compiled_function():
+    module = Attend(WINDOW)
+    compiled, count = counted(module)
+    inputs = leaves()
+    for name, frames in (("rows", 1), ("reference", 2), ("rows", 2), ("reference", 2)):
+        with ab.use_backend(name):
+            assert_same(compiled, module, *inputs)
+        assert count.frame_count == frames
+    forwards = [any("attnbias" in str(n.target) for n in g.graph.nodes) for g in count.graphs]
+    assert forwards == [True, False]
+
+    def inside(q, k, v):
+        with ab.use_backend("reference"):
+            return ab.attention(q, k, v, WINDOW)
+
+    compiled, count = counted(inside)
+    assert_same(compiled, inside, *inputs)
+    assert "attnbias.forward.default" not in graph_of(count)
+    assert ab.explain(*inputs).backend == "rows"
+
+
+def test_layout_for_other_lengths_is_told_when_the_compiled_function_runs():
+    def call(q, k, v, layout, q_start):
+        return ab.attention(q, k, v, layout, q_start=q_start)
+
+    compiled, _ = counted(call, dynamic=True)
+    compiled(*leaves(33), WINDOW.layout(33, 33), 0)
+    with pytest.raises(ValueError, match="for 34 queries and 34 keys, query and key have 33 and 33"):
+        compiled(*leaves(33), WINDOW.layout(34, 34), 0)
+    with pytest.raises(ValueError, match="built with q_start=3, got 0"):
+        compiled(*leaves(33), WINDOW.layout(33, 33, q_start=3), 0)
+
+
+def test_relation_for_other_lengths_is_told_when_the_compiled_function_runs():
+    compiled, _ = counted(Attend(DOCUMENTS), dynamic=True)
+    compiled(*leaves(100))
+    with pytest.raises(ValueError, match="for 100 keys, got k_len = 90"):
+        compiled(*leaves(90))
+
+
+def test_relation_whose_data_is_gone_is_told_when_the_op_runs():
+    q, k, v = leaves(100)
+    gone = ab.Documents(torch.arange(100)).key
+    nothing = (torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64), [], None, None)
+    with pytest.raises(ValueError, match="holds data that is gone in this process"):
+        torch.ops.attnbias.forward(q, k, v, *nothing, 0, 1.0, 0.0, 0.0, f"\nauto\n{gone}", "?")
+
+
+def test_named_backend_that_cannot_run_is_told_when_the_compiled_function_runs(monkeypatch):
+    compiled, _ = counted(Attend(WINDOW, backend="rows"))
+    monkeypatch.setattr(ab.dispatch.rows, "why_not", lambda problem: ["moon: wrong phase"])
+    with pytest.raises(NotImplementedError, match="backend 'rows' cannot run this: moon"):
+        compiled(*leaves())
+
+
+@pytest.mark.parametrize(
+    "options", [{"backend": "reference"}, {"terms": [Distance()]}], ids=["reference", "terms"]
+)
+def test_reference_traced_with_a_layout_is_refused(options):
+    def call(q, k, v, layout):
+        return ab.attention(q, k, v, layout, **options)
+
+    words = "while tracing, only a relation is taken, got a Layout"
+    with pytest.raises(Exception, match=words):
+        counted(call)[0](*leaves(33), WINDOW.layout(33, 33))
+
+
+# -- export ----------------------------------------------------------------------------------------
+
+
+def lengths_are_dynamic():
+    keys = Dim("keys", min=2)
+    return {2: Dim("queries", min=2)}, {2: keys}, {2: keys}
+
+
+@pytest.mark.parametrize(
+    ("strict", "options"),
+    [(True, {}), (False, {"q_start": "end"}), (False, {"terms": [Distance()]})],
+    ids=["strict", "end", "terms"],
+)
+def test_export_with_a_relation(strict, options):
+    module = Attend(WINDOW, **options)
+    exported = torch.export.export(
+        module, leaves(20, 33), dynamic_shapes=lengths_are_dynamic(), strict=strict
+    )
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    for program in (exported, torch.export.load(file)):
+        for lengths in ((64, 64), (7, 90)):
+            assert_same(program.module(), module, *leaves(*lengths))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_a_layout(strict):
+    class WithLayout(torch.nn.Module):
+        def forward(self, q, k, v, layout):
+            return ab.attention(q, k, v, layout, softcap=2.0)
+
+    module = WithLayout()
+    exported = torch.export.export(
+        module,
+        (*leaves(20, 33), WINDOW.layout(20, 33)),
+        dynamic_shapes=(*lengths_are_dynamic(), [{0: Dim("entries")}, None]),
+        strict=strict,
+    )
+    for relation, lengths in ((WINDOW, (20, 33)), (ab.Full(), (7, 90))):
+        assert_same(exported.module(), module, *leaves(*lengths), relation.layout(*lengths))

@@ -1,0 +1,62 @@
+"""The package as it is installed: what importing it loads, costs and refuses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(code: str, *, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a fresh process that stands in the repository, ``path`` first on its path."""
+    if path is not None:
+        code = f"import sys; sys.path.insert(0, {str(path)!r})\n{code}"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_import_works_when_triton_is_blocked():
+    done = run("import sys; sys.modules['triton'] = None; import attnbias; print(attnbias.__name__)")
+    assert done.stdout == "attnbias\n", done.stderr
+
+
+def test_import_loads_no_triton_when_it_is_installed(tmp_path):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise SystemExit('triton was imported')")
+    code = "import torch, attnbias, sys; print([m for m in sys.modules if m.startswith('triton')])"
+    done = run(code, path=tmp_path)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_import_takes_little_beyond_torch():
+    code = """
+import torch, time
+start = time.perf_counter()
+import attnbias
+print(time.perf_counter() - start)
+"""
+    times = []
+    while len(times) < 5 and min(times, default=1.0) >= 0.2:
+        done = run(code)
+        assert done.returncode == 0, done.stderr
+        times.append(float(done.stdout))
+    assert min(times) < 0.2, f"best of {len(times)}: {min(times):.3f} s"
+
+
+def test_mapped_folders_are_part_of_the_package():
+    done = run("import attnbias.kernels as k, attnbias.benchmarks as b; print(k.__name__, b.__name__)")
+    assert done.stdout == "attnbias.kernels attnbias.benchmarks\n", done.stderr
+
+
+def test_kernels_folder_imported_by_its_own_name_says_the_right_one():
+    done = run("import kernels")
+    assert "kernels/ is installed as attnbias.kernels; import it by that name" in done.stderr
+
+
+def test_every_folder_of_the_library_is_a_package():
+    """A folder without ``__init__.py`` imports from a checkout but is left out of an install."""
+    folders = {path.parent for path in (ROOT / "attnbias").rglob("*.py")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_types_are_shipped():
+    assert (ROOT / "attnbias" / "py.typed").exists()
