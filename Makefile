@@ -38,11 +38,12 @@ else
 endif
 	@echo "$(CURDIR)" > $@
 
+# One thread each: two workers with two threads on two cores wait for each other, up to 100 times as long.
 test: setup
-	$(RUN) -m pytest -n $(WORKERS) -p no:benchmark -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -p no:benchmark -m "not slow" $(ARGS)
 
 test-all: setup
-	$(RUN) -m pytest -n $(WORKERS) -p no:benchmark $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -p no:benchmark $(ARGS)
 
 bench: setup
 	$(RUN) -m attnbias.benchmarks $(ARGS)

@@ -153,7 +153,11 @@ def verify(
         weights = weights[:1]
     exact = _differentiate(_detached(problem, torch.float64), weights, reference.attend)
     textbook = _textbook(problem, weights)
-    results = {what: _compare(what, got[what], textbook[what], exact[what]) for what in got}
+    grad_out, grad_lse = _draw_weights(problem)
+    sizes = testing.magnitudes(
+        problem.query, problem.key, problem.value, grad_out, grad_lse, problem.scale, problem.dropout_p
+    )
+    results = {what: _compare(what, got[what], textbook[what], exact[what], sizes[what]) for what in got}
     return Verification(name, results)
 
 
@@ -251,14 +255,15 @@ def _textbook_strip(problem: Problem, weights: Sequence[Tensor], rows: slice) ->
     )
 
 
-def _compare(name: str, got: Tensor, eager: Tensor, exact: Tensor) -> Comparison:
+def _compare(name: str, got: Tensor, eager: Tensor, exact: Tensor, magnitude: float) -> Comparison:
     def distance(x: Tensor) -> float:
         far = (x.double() - exact).abs().masked_fill(exact == -torch.inf, 0)
         return far.max().item() if far.numel() else 0.0
 
     fault = ""
     try:
-        testing.assert_no_worse(name, got, eager, exact, 2.0 if name in ("out", "lse") else 3.0)
+        factor = 2.0 if name in ("out", "lse") else 3.0
+        testing.assert_no_worse(name, got, eager, exact, factor, magnitude=magnitude)
     except AssertionError as error:
         fault = str(error)
     return Comparison(distance(got), distance(eager), distance(torch.zeros_like(exact)), fault)

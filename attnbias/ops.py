@@ -132,8 +132,7 @@ def attention(
         >>> lse[0, 0].exp().round()  # the number of keys of each query
         tensor([1., 2., 3., 4., 5.])
     """
-    autocast = isinstance(query, Tensor) and _is_autocast(query.device.type)
-    if autocast:
+    if isinstance(query, Tensor) and _is_autocast(query.device.type):
         query, key, value = _autocast(query, key, value)
     problem = Problem(
         query,
@@ -151,12 +150,7 @@ def attention(
         return_lse=return_lse,
     )
     problem.draw_seed()
-    name = dispatch.asked_for(backend)
-    if autocast:
-        with torch.autocast(query.device.type, enabled=False):
-            out, lse = attend(problem, name)
-    else:
-        out, lse = attend(problem, name)
+    out, lse = attend(problem, dispatch.asked_for(backend))
     if problem.squeeze:
         out, lse = out.squeeze(0), lse if lse is None else lse.squeeze(0)
     if return_lse:

@@ -120,7 +120,7 @@ def compare(drawn: Drawn, backend: str | None = None) -> list[str]:
     eager = _results(textbook, drawn.inputs, options, wanted, query.dtype)
     oracle = _results(textbook, drawn.inputs, options, wanted, torch.float64)
     scale = options.get("scale", query.shape[3] ** -0.5)
-    sizes = testing.magnitudes(query, key, value, *wanted, scale)
+    sizes = testing.magnitudes(query, key, value, *wanted, scale, options.get("dropout_p", 0.0))
     faults = []
     for name, mine, same, exact in zip(RESULTS, got, eager, oracle, strict=False):
         try:

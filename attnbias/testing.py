@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,15 +11,9 @@ from torch import Tensor
 from . import relations as ab_relations
 from .philox import keep_mask
 from .relations import Relation
+from .terms import Term
 
 GUARD = 64  # elements of NaN on both sides of a tensor without strides
-
-
-class Term(Protocol):
-    """A score term: what is added to the score of each related pair."""
-
-    def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return the values at batches, heads and positions that broadcast to [B, H, Q, K]."""
 
 
 def lengths(tile: int = 64) -> list[int]:
@@ -91,7 +84,13 @@ def assert_no_worse(
 
 
 def magnitudes(
-    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, grad_lse: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    scale: float,
+    dropout_p: float = 0.0,
 ) -> dict[str, float]:
     """Size of the numbers that are rounded on the way to each result, for ``assert_no_worse``.
 
@@ -105,26 +104,21 @@ def magnitudes(
         grad_out: [B, H, Q, E].
         grad_lse: [B, H, Q].
         scale: factor of the dot products.
+        dropout_p: share of the pairs dropped; the others grow by 1 / (1 - dropout_p).
     """
-    times = query.shape[1] // key.shape[1]
 
-    def wide(x: Tensor) -> Tensor:
-        return x.detach().double().abs()
+    def longest(x: Tensor) -> float:
+        return float(x.detach().double().norm(dim=-1).max()) if x.numel() else 0.0
 
-    def products(x: Tensor, y: Tensor) -> Tensor:
-        return wide(x) @ wide(y).repeat_interleave(times, dim=1).mT  # [B, H, Q, K]
-
-    def largest(x: Tensor) -> float:
-        return float(wide(x).max()) if x.numel() else 0.0
-
-    score = 1 + abs(scale) * largest(products(query, key))
-    step = score * (largest(products(grad_out, value)) + largest(grad_lse))
+    kept = 1 - dropout_p if dropout_p < 1 else 1.0
+    score = 1 + abs(scale) * longest(query) * longest(key)
+    step = score * (longest(grad_out) * longest(value) / kept + longest(grad_lse[..., None]))
     return {
-        "out": score * largest(value),
+        "out": score * longest(value) / kept,
         "lse": score,
-        "query": abs(scale) * step * largest(key),
-        "key": abs(scale) * step * largest(query),
-        "value": score * largest(grad_out),
+        "query": abs(scale) * step * longest(key),
+        "key": abs(scale) * step * longest(query),
+        "value": score * longest(grad_out) / kept,
         "sink": step,
     }
 

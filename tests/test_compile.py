@@ -354,7 +354,10 @@ def lengths_are_dynamic():
 def test_export_with_a_relation(strict, options):
     module = Attend(WINDOW, **options)
     exported = torch.export.export(
-        module, leaves(20, 33), dynamic_shapes=lengths_are_dynamic(), strict=strict
+        module,
+        leaves(20, 33, requires_grad=False),
+        dynamic_shapes=lengths_are_dynamic(),
+        strict=strict,
     )
     file = io.BytesIO()
     torch.export.save(exported, file)
@@ -373,7 +376,7 @@ def test_export_with_a_layout(strict):
     module = WithLayout()
     exported = torch.export.export(
         module,
-        (*leaves(20, 33), WINDOW.layout(20, 33)),
+        (*leaves(20, 33, requires_grad=False), WINDOW.layout(20, 33)),
         dynamic_shapes=(*lengths_are_dynamic(), [{0: Dim("entries")}, None]),
         strict=strict,
     )

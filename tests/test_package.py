@@ -30,9 +30,9 @@ def test_import_loads_no_triton_when_it_is_installed(tmp_path):
 def test_import_takes_little_beyond_torch():
     code = """
 import torch, time
-start = time.perf_counter()
+start = time.process_time()  # of this process: others keep the machine busy
 import attnbias
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
     times = []
     while len(times) < 5 and min(times, default=1.0) >= 0.2:

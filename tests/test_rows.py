@@ -156,15 +156,9 @@ def compare(made, counts, options, tile=4, q_start=0):
     sizes = magnitudes(*made, *gradients, options.get("scale", made[0].shape[-1] ** -0.5))
     names = ["out", "lse", "query", "key", "value", "sink"]
     for name, x, y, z in zip(names, mine, same, oracle, strict=False):
-        assert_no_worse(
-            name,
-            x,
-            y,
-            z,
-            factor=2.0 if name in ("out", "lse") else 3.0,
-            empty=empty if name in ("out", "query") else None,
-            magnitude=sizes[name],
-        )
+        factor = 2.0 if name in ("out", "lse") else 3.0
+        zero = empty if name in ("out", "query") else None
+        assert_no_worse(name, x, y, z, factor, empty=zero, magnitude=sizes[name])
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -73,6 +73,9 @@ def _sees_all(problem: Problem) -> bool:
     return problem.q_start >= problem.key.shape[2] - 1
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_hopper(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+# What torch.compiler.assume_constant_result sets, without its import of dynamo, which takes a second.
+_is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]

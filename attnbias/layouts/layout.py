@@ -373,4 +373,8 @@ _pytree.register_pytree_node(
     lambda layout: ([layout.buffer, layout.where], None),
     lambda leaves, _: Layout(*leaves),
     serialized_type_name="attnbias.Layout",
+    flatten_with_keys_fn=lambda layout: (
+        [(_pytree.GetAttrKey(name), getattr(layout, name)) for name in ("buffer", "where")],
+        None,
+    ),
 )

@@ -39,6 +39,17 @@ class _Choice(Wrapper):
     def stationary(self) -> bool:
         return False
 
+    def check(
+        self,
+        q_len: int,
+        k_len: int,
+        q_start: int = 0,
+        batch: int | None = None,
+        heads: int | None = None,
+    ) -> None:
+        Relation.check(self, q_len, k_len, q_start, batch, heads)
+        super().check(q_len, k_len, q_start, batch, heads)
+
     def _pick(self, index: Tensor | None, values: Sequence[Tensor]) -> Tensor:
         result = values[0]
         if index is not None:

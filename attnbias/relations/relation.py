@@ -236,7 +236,8 @@ class Relation:
         return Not(self)
 
     def __sub__(self, other: Relation) -> Relation:
-        return self & ~other if isinstance(other, Relation) else NotImplemented
+        # Not ~other: dynamo traces the method, not the operator.
+        return self & other.__invert__() if isinstance(other, Relation) else NotImplemented
 
     @property
     def T(self) -> Relation:  # the reverse relation, named as torch names a transpose
@@ -264,7 +265,11 @@ class Relation:
 
     def _values(self) -> list[tuple[str, Any, Any]]:
         """Name, value and default of each field."""
-        return [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        kind = type(self)  # asked for the defaults, because dynamo cannot trace a field's own
+        return [
+            (f.name, getattr(self, f.name), getattr(kind, f.name, dataclasses.MISSING))
+            for f in dataclasses.fields(self)  # type: ignore[arg-type]
+        ]
 
     @property
     def _device(self) -> torch.device | str:
@@ -292,8 +297,8 @@ class Relation:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the repr holds all of the relation, so that equal ones share layouts."""
-        return self.key == repr(self)
+        """Whether the key holds all of the relation, so that equal ones share layouts."""
+        return "@" not in self.key
 
     def _numbers(self) -> int:
         """How many numbers the repr would show."""
