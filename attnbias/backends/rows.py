@@ -88,7 +88,7 @@ def backward(
     # By query head, so that no two (b, h) of a tile add to the same place; summed at the end.
     grad_key = query.new_zeros((B, H, K if needs[1] else 0, D), dtype=precision)
     grad_value = query.new_zeros((B, H, K if needs[2] else 0, E), dtype=precision)
-    grad_sink = query.new_zeros((B, H), dtype=precision)
+    grad_sink = query.new_zeros((B, H), dtype=torch.float64)
     for tile in _tiles(call):
         scores, slope = _scores(call, tile)
         probs, sink_probs, tile_lse = _softmax(call, tile, scores)
@@ -101,7 +101,7 @@ def backward(
         if grad_lse is not None:
             # The lse of an empty row is a constant, whatever gradient comes in.
             d_row += grad_lse[tile.queries].masked_fill(tile_lse == -torch.inf, 0)
-        grad_sink[tile.b, tile.h] += (sink_probs * d_row).sum(-1)
+        grad_sink[tile.b, tile.h] += (sink_probs * d_row).sum(-1, dtype=torch.float64)
         d_scores = probs * (d_probs + d_row[..., None]) * slope  # [n, rows, m]
         if needs[0]:
             d_query = d_scores @ key[tile.columns(share)].to(precision)

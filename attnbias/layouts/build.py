@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from .intervals import Intervals, Ints, count_groups, pointer
 from .layout import FIELDS, SIZES, VERSION, Form, Layout, field_offsets, field_shapes
 from .predicate import Predicate
 from .tiles import (
-    PatternBook,
     Tiling,
     mark_edges,
     mark_intervals,
@@ -100,7 +99,9 @@ def _choose(bound: Bound, form: Form, tile: int | None, costs: Costs) -> tuple[T
         assert bound.edges is not None
         edges = bound.edges
         tiling, kept = _lighter(edges, form, tile, costs)
-        in_tiles = kept[tile_rows(edges.row, edges.q_len, tiling.tile)]
+        if not kept.any():
+            return tiling.keep(kept), edges
+        in_tiles = np.repeat(_per_row(edges, kept, tiling.tile), edges.counts())
         return mark_edges(edges, tiling.keep(kept)), edges.filter(~in_tiles)
     tiling, kept = _lighter(bound.solid, form, tile, costs)
     chosen = tiling.keep(kept)
@@ -130,16 +131,18 @@ def _lighter(
         area = np.tile(height, count_groups(form.group)) * min(size, form.k_len)
         pairs = _pairs_in_rows(form, size)
         as_edges = pairs * costs.edge
-        if wanted == "auto" and isinstance(form, Edges) and (as_edges < area).all():
-            tiling = _no_tiles(form, size)  # not even one tile would pay in any row
-            as_tiles = np.where(pairs, np.inf, 0.0)
-        else:
-            tiling = _tile(form, size)
-            full, partial = tiling.counts()
-            work = (full + partial) * area
-            if costs.panel and not isinstance(form, Predicate):
-                work = np.minimum(work, pairs + costs.panel * _runs_in_rows(form, size))
-            as_tiles = work * costs.tile[size]
+        unlisted = np.zeros(len(area), bool)
+        tiled = form
+        if wanted == "auto" and isinstance(form, Edges):
+            # Where not even one tile would pay, there is no need to know which there are.
+            unlisted = (as_edges < area * costs.tile[size]) & (pairs > 0)
+            tiled = form.filter(np.repeat(~_per_row(form, unlisted, size), form.counts()))
+        tiling = _tile(tiled, size)
+        full, partial = tiling.counts()
+        work = (full + partial) * area
+        if costs.panel and not isinstance(tiled, Predicate):
+            work = np.minimum(work, pairs + costs.panel * _runs_in_rows(tiled, size))
+        as_tiles = np.where(unlisted, np.inf, work * costs.tile[size])
         kept = as_tiles <= as_edges if wanted == "auto" else np.full(len(area), wanted == "tiles")
         if wanted == "auto" and not isinstance(form, Edges):
             kept |= pairs > KEYS_LISTED * np.tile(height, count_groups(form.group))
@@ -183,10 +186,10 @@ def _tile(form: ExactForm, tile: int) -> Tiling:
     return tile_intervals(form, tile) if isinstance(form, Intervals) else tile_edges(form, tile)
 
 
-def _no_tiles(form: Edges, tile: int) -> Tiling:
-    blank = Intervals.empty(-(-form.q_len // tile), -(-form.k_len // tile), form.group)
-    none = np.zeros(0, np.int64)
-    return Tiling(tile, form.q_len, form.k_len, blank, none, none, none, PatternBook(tile))
+def _per_row(form: Intervals | Edges, of_tile_row: NDArray[Any], tile: int) -> NDArray[Any]:
+    """What holds for each tile row, for each of its rows."""
+    spread: NDArray[Any] = of_tile_row[tile_rows(np.arange(form.rows), form.q_len, tile)]
+    return spread
 
 
 def _pairs(form: Intervals | Predicate, tiling: Tiling) -> list[Ints]:
@@ -210,7 +213,7 @@ def _assemble(tiling: Tiling, edges: Edges, group: Ints, q_start: int) -> Layout
     """Lay the lists out in one buffer."""
     tile, q_len, k_len = tiling.tile, tiling.q_len, tiling.k_len
     by_query, by_key = _sides(tiling)
-    turned, col_edge = edges.transpose()
+    turned = edges.transpose()
     words = tiling.book.words()
     sizes = dict(
         zip(
@@ -256,7 +259,7 @@ def _assemble(tiling: Tiling, edges: Edges, group: Ints, q_start: int) -> Layout
             ("edge_id", edges.id),
             ("col_ptr", turned.ptr),
             ("col_query", turned.key),
-            ("col_edge", col_edge),
+            ("col_edge", turned.id),
         ):
             view[name][:] = array
     where = torch.tensor([*sizes.values(), *offsets], dtype=torch.int64)

@@ -99,20 +99,18 @@ class Edges:
         form = Intervals.empty(self.q_len, self.k_len, self.group)
         return form.from_ranges(self.row, self.key, self.key + 1)
 
-    def transpose(self) -> tuple[Edges, Ints]:
-        """Rows become keys; with the position of each edge in this order."""
+    def transpose(self) -> Edges:
+        """Rows become keys; the number of an edge is its place in this order."""
         groups = count_groups(self.group)
-        query = self.row
-        column = self.key
+        query, column = self.row, self.key
         if groups > 1:
-            g, query = np.divmod(query, self.q_len)
+            g, query = np.divmod(query, max(self.q_len, 1))
             column = column + g * self.k_len
-        order, place = sort_places(column, (groups * self.k_len).bit_length())
+        column, place = sort_places(column, (groups * self.k_len).bit_length())
         if place is None:
-            place = np.arange(len(order))
-        ptr = pointer(np.bincount(order, minlength=groups * self.k_len))
-        turned = Edges(self.k_len, self.q_len, self.group, ptr, query[place], self.id[place])
-        return turned, place
+            place = np.arange(len(column))
+        ptr = pointer(np.bincount(column, minlength=groups * self.k_len))
+        return Edges(self.k_len, self.q_len, self.group, ptr, query[place], place)
 
 
 def sort_places(order: Ints, width: int) -> tuple[Ints, Ints | None]:

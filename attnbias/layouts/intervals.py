@@ -132,6 +132,12 @@ class Intervals:
 
     def __or__(self, other: Intervals) -> Intervals:
         a, b = align(self, other)
+        if a.single and b.single:  # in order without a sort
+            start, stop = np.stack((a.single[0], b.single[0]), 1), np.stack((a.single[1], b.single[1]), 1)
+            swapped = start[:, 1] < start[:, 0]
+            start[swapped], stop[swapped] = start[swapped, ::-1], stop[swapped, ::-1]
+            row = np.repeat(np.arange(a.rows), 2)
+            return a.from_ranges(row, start.reshape(-1), stop.reshape(-1))
         return a.from_ranges(
             np.concatenate((a.row, b.row)),
             np.concatenate((a.start, b.start)),
@@ -203,17 +209,23 @@ def merge(rows: int, k_len: int, row: Ints, start: Ints, stop: Ints) -> tuple[In
     if not len(row):
         return np.zeros(rows + 1, np.int64), start, stop
     # One axis for all rows, with a gap of one between them so that no range joins the next row's.
-    base = row * (k_len + 1)
-    first = base + start
+    span = k_len + 1
+    first, end = row * span + start, row * span + stop
     if (first[1:] < first[:-1]).any():
-        order = np.argsort(first, kind="stable")
-        row, base, first, stop = row[order], base[order], first[order], stop[order]
-    reach = np.maximum.accumulate(base + stop)
+        bits = span.bit_length()
+        if (rows * span).bit_length() + bits < 63:  # both in one word: no indices to sort and follow
+            packed = np.sort((first << bits) | (end - first))
+            first = packed >> bits
+            end = first + (packed & ((1 << bits) - 1))
+        else:
+            order = np.argsort(first, kind="stable")
+            first, end = first[order], end[order]
+    reach = np.maximum.accumulate(end)
     fresh = np.concatenate(([True], first[1:] > reach[:-1]))
-    last = np.concatenate((np.flatnonzero(fresh)[1:] - 1, [len(row) - 1]))
-    base = base[fresh]
-    ptr = np.searchsorted(row[fresh], np.arange(rows + 1))
-    return ptr, first[fresh] - base, reach[last] - base
+    last = np.concatenate((fresh[1:], [True]))
+    row = first[fresh] // span
+    ptr = pointer(np.bincount(row, minlength=rows))
+    return ptr, first[fresh] - row * span, reach[last] - row * span
 
 
 def align(a: Intervals, b: Intervals) -> tuple[Intervals, Intervals]:

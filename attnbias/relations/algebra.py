@@ -243,7 +243,10 @@ class Transposed(_One):
             return super()._bind(at)
         rows = at.positions
         solid = None if inner.solid is None else _rows(inner.solid.transpose(), rows)
-        edges = None if inner.edges is None else _rows(inner.edges.transpose()[0], rows)
+        edges = None
+        if inner.edges is not None:
+            turned = inner.edges.transpose()
+            edges = _rows(replace(turned, id=inner.edges.id[turned.id]), rows)
         return Bound(solid, edges)
 
     @property

@@ -79,9 +79,17 @@ class _Choice(Wrapper):
         pick = pick[None, :] if self.axis == "head_count" else pick[:, None]
         return stack([part._bind(at) for part in distinct.values()], pick, at, self.related)
 
+    # Turned, moved and relabelled part by part, so that a graph among them stays a list of edges.
+
     @property
     def T(self) -> Relation:
         return type(self)([part.T for part in self.parts])  # type: ignore[call-arg]
+
+    def shift(self, distance: int) -> Relation:
+        return type(self)([part.shift(distance) for part in self.parts])  # type: ignore[call-arg]
+
+    def permute(self, order: Tensor | Sequence[int]) -> Relation:
+        return type(self)([part.permute(order) for part in self.parts])  # type: ignore[call-arg]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}([{', '.join(repr(part) for part in self.parts)}])"
