@@ -1,12 +1,40 @@
-"""Put the top-level folders into the package; all metadata is in pyproject.toml."""
+"""Put the top-level folders into the package and build csrc/; all metadata is in pyproject.toml."""
 
-from setuptools import find_packages, setup
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 # A top-level import named "kernels" would clash with the Hugging Face package of that name.
 FOLDERS = {
     "attnbias": "attnbias",
     "attnbias.kernels": "kernels",
     "attnbias.benchmarks": "benchmarks",
+}
+
+FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
+    *("-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wconversion", "-Wno-psabi"),
+)
+# csrc/level.cpp is compiled once for each; the library chooses among them when it runs.
+LEVELS = {
+    "x86_64": {
+        "baseline": (),
+        "avx2": ("-mavx2", "-mfma", "-mf16c"),
+        "avx512": (
+            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+            *("-mfma", "-mf16c", "-mprefer-vector-width=512"),
+        ),
+    },
+    "aarch64": {"neon": ()},
 }
 
 
@@ -19,6 +47,55 @@ def packages() -> list[str]:
     ]
 
 
-# csrc/ has a plain C ABI and needs no torch to build: it becomes one `ext_modules` entry here, with
-# `depends` naming its headers (without that they are missing from the source distribution).
-setup(packages=packages(), package_dir=FOLDERS)
+class BuildLibrary(build_ext):
+    """Compile csrc/ into one plain shared library, which serves every Python and torch."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            self._compile(ext)
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.warn(f"installed without the C++ library, attention will be slow on CPUs: {error}")
+
+    def _compile(self, ext: Extension) -> None:
+        compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), "g++")
+        extra = os.environ.get("CXXFLAGS", "").split()
+        objects = Path(self.build_temp).absolute()
+        objects.mkdir(parents=True, exist_ok=True)
+        levels = LEVELS.get(platform.machine(), {"baseline": ()})
+        jobs = [
+            (source, objects / f"{Path(source).stem}_{level}.o", [*isa, f"-DAB_LEVEL={level}"])
+            for source in ext.sources
+            for level, isa in (levels.items() if source.endswith("level.cpp") else [("any", ())])
+        ]
+
+        def compile_one(job: tuple[str, Path, list[str]]) -> None:
+            source, target, flags = job
+            subprocess.run([compiler, *FLAGS, *extra, *flags, "-c", source, "-o", target], check=True)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_one, jobs))
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        linked = [str(made) for _, made, _ in jobs]
+        subprocess.run([compiler, *FLAGS, *extra, "-shared", *linked, "-o", target], check=True)
+
+
+class PlatformWheel(bdist_wheel):
+    """Tag the wheel for the platform alone: the library knows no Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
+HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))  # or the source distribution lacks them
+
+setup(
+    packages=packages(),
+    package_dir=FOLDERS,
+    ext_modules=[Extension("attnbias.libattnbias", SOURCES, depends=HEADERS)] if SOURCES else [],
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+)

@@ -79,6 +79,7 @@ _asked: ContextVar[str | None] = ContextVar("attnbias_backend", default=_from_en
 # The same for traced calls: dynamo cannot read a ContextVar, but it guards a global, so that a
 # compiled function is compiled again when it is called under another use_backend.
 _asked_traced = _from_environment
+_entered: list[str | None] = [_from_environment]
 _warned: set[str] = set()
 
 
@@ -103,19 +104,18 @@ class use_backend:
         'reference'
     """
 
-    _token: Token[str | None]
-    _before: str | None
-
     def __init__(self, name: str | None) -> None:
         if name is not None:
             check_name(name, "use_backend")
         self.name = name
+        self._tokens: list[Token[str | None]] = []
 
     def __enter__(self) -> None:
-        global _asked_traced
-        self._before, _asked_traced = _asked_traced, self.name
+        global _asked_traced  # noqa: PLW0603 - what dynamo guards
+        _entered.append(self.name)
+        _asked_traced = self.name
         if not torch.compiler.is_compiling():
-            self._token = _asked.set(self.name)
+            self._tokens.append(_asked.set(self.name))
 
     def __exit__(
         self,
@@ -124,9 +124,13 @@ class use_backend:
         trace: TracebackType | None,
     ) -> None:
         global _asked_traced  # noqa: PLW0603 - what dynamo guards
-        _asked_traced = self._before
+        # The others' entries may have come after this one: threads leave in any order.
+        _entered.reverse()
+        _entered.remove(self.name)
+        _entered.reverse()
+        _asked_traced = _entered[-1]
         if not torch.compiler.is_compiling():
-            _asked.reset(self._token)
+            _asked.reset(self._tokens.pop())
 
 
 def check_name(name: str, source: str = "backend") -> str:
@@ -200,6 +204,9 @@ def choose_traced(problem: Problem, name: str | None) -> InPlace | None:
         reasons = [*reasons, "relation: while tracing, only a relation is taken, got a Layout"]
     if reasons:
         raise NotImplementedError(f"backend {name!r} cannot run this: {'; '.join(reasons)}")
+    if problem.relation is not None:  # what runs in place never binds it
+        (batch, heads, q_len), k_len = problem.query.shape[:3], problem.key.shape[2]
+        problem.relation.check(q_len, k_len, problem.q_start, batch, heads)
     return IN_PLACE[name]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -270,11 +271,15 @@ def make_inputs(
     return made[0], made[1], made[2]
 
 
-Seed = int | random.Random
+Seed = int | random.Random | np.random.Generator | torch.Generator
 
 
 def as_rng(rng: Seed) -> random.Random:
-    """A generator of Python's random numbers from a seed or from itself."""
+    """A generator of Python's random numbers from a seed, or drawn from any other generator."""
+    if isinstance(rng, torch.Generator):
+        rng = int(torch.randint(1 << 62, (), generator=rng))
+    elif isinstance(rng, np.random.Generator):
+        rng = int(rng.integers(1 << 62))
     return rng if isinstance(rng, random.Random) else random.Random(rng)
 
 

@@ -382,3 +382,14 @@ def test_export_with_a_layout(strict):
     )
     for relation, lengths in ((WINDOW, (20, 33)), (ab.Full(), (7, 90))):
         assert_same(exported.module(), module, *leaves(*lengths), relation.layout(*lengths))
+
+
+def test_compiled_reference_checks_the_relation():
+    """It ran on sizes that the relation was not made for."""
+    compiled = torch.compile(
+        lambda q, relation: ab.attention(q, q, q, relation, backend="reference"), backend="eager"
+    )
+    with pytest.raises(Exception, match="this Documents is for 8 keys, got k_len = 16"):
+        compiled(torch.randn(1, 1, 16, 4), ab.Documents([0] * 8))
+    with pytest.raises(Exception, match="this Padding has batch 2, got batch 3"):
+        compiled(torch.randn(3, 1, 16, 4), ab.Padding([2, 3]))

@@ -232,3 +232,29 @@ def test_sdpa_is_the_default_on_new_gpus_only(monkeypatch):
         assert dispatch.sdpa.why_not_by_default(OnCuda) == [words]
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_use_backend_leaves_nothing_behind_when_threads_leave_in_any_order():
+    """The first to leave restored what it had found, and the second what the first had set: for good."""
+    entered, left = threading.Event(), threading.Event()
+
+    def other():
+        with ab.use_backend("rows"):
+            entered.set()
+            left.wait()
+
+    thread = threading.Thread(target=other)
+    with ab.use_backend("reference"):
+        thread.start()
+        entered.wait()
+    left.set()
+    thread.join()
+    assert dispatch._asked_traced is None
+    assert dispatch._entered == [None]
+
+
+def test_use_backend_nests_in_itself():
+    same = ab.use_backend("reference")
+    with same, same:
+        assert dispatch.asked_for(None) == "reference"
+    assert dispatch.asked_for(None) is None

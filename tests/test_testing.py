@@ -1,13 +1,16 @@
 """The helpers that the other tests trust."""
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+import attnbias
 from attnbias.philox import keep_mask
-from attnbias.testing import assert_no_worse, eager, lengths, make_inputs
+from attnbias.testing import assert_no_worse, eager, lengths, make_inputs, random_relation
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -211,3 +214,17 @@ def test_eager_works_in_the_dtype_of_the_inputs():
     exact, exact_lse = eager(*(x.double() for x in made))
     assert exact_lse.dtype == torch.float64
     assert (out - exact).abs().max() > 1e-4
+
+
+def test_random_relation_takes_any_generator_and_repeats():
+    for make in (lambda: 5, lambda: random.Random(5), lambda: np.random.default_rng(5)):
+        assert random_relation(make(), 2) == random_relation(make(), 2)
+    generators = [torch.Generator().manual_seed(5) for _ in range(2)]
+    assert random_relation(generators[0], 1) == random_relation(generators[1], 1)
+
+
+def test_random_relations_draw_every_public_one():
+    drawn = " ".join(repr(random_relation(seed, 1, batch=2, heads=2)) for seed in range(400))
+    for name in attnbias.relations.__all__:
+        if name not in ("Relation", "from_key", "parse"):
+            assert f"{name}(" in drawn or f"{name}." in drawn, name

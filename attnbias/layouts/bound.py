@@ -112,13 +112,7 @@ def _intersect_solid(a: Intervals | Predicate, b: Intervals | Predicate) -> Inte
     if isinstance(b, Intervals):
         return replace(a, bound=a.bound & b, _tilings={})
     both: Related = lambda q, k, b_, h: a.related(q, k, b_, h) & b.related(q, k, b_, h)  # noqa: E731
-    return replace(
-        a,
-        bound=a.bound & b.bound,
-        related=both,
-        stationary=a.stationary and b.stationary,
-        _tilings={},
-    )
+    return a.with_rule(a.bound & b.bound, both, a.stationary and b.stationary)
 
 
 def unite(parts: Sequence[Bound], related: Related, stationary: bool) -> Bound:
@@ -137,7 +131,7 @@ def unite(parts: Sequence[Bound], related: Related, stationary: bool) -> Bound:
     solid: Intervals | Predicate = bound
     for form in solids:
         if isinstance(form, Predicate):
-            solid = replace(form, bound=bound, related=related, stationary=stationary, _tilings={})
+            solid = form.with_rule(bound, related, stationary)
     if edges is not None:
         edges = edges.filter(~solid.contains(edges.row, edges.key))
     return Bound(solid, edges)
@@ -146,9 +140,8 @@ def unite(parts: Sequence[Bound], related: Related, stationary: bool) -> Bound:
 def complement(part: Bound, place: Place, related: Related, stationary: bool) -> Bound:
     """Pairs not in the part; ``related`` is the complement's own definition."""
     if isinstance(part.solid, Predicate):
-        everywhere = Intervals.empty(place.q_len, place.k_len, part.group)
-        solid = replace(part.solid, bound=~everywhere, related=related, stationary=stationary, _tilings={})
-        return Bound(solid)
+        everything = ~Intervals.empty(place.q_len, place.k_len, part.group)
+        return Bound(part.solid.with_rule(everything, related, stationary))
     form = part.solid
     if part.edges is not None:
         listed = part.edges.intervals()
@@ -188,9 +181,13 @@ def stack(parts: Sequence[Bound], pick: Ints, place: Place, related: Related) ->
         np.concatenate([piece.start for piece in ranges]),
         np.concatenate([piece.stop for piece in ranges]),
     ).take_groups(group, used)
-    if any(isinstance(part.solid, Predicate) for part in parts):
-        return Bound(Predicate(bound, related, place.q_start, device=place.device), edges)
-    return Bound(bound, edges)
+    rules = tuple(part.solid if isinstance(part.solid, Predicate) else None for part in parts)
+    if not any(rules):
+        return Bound(bound, edges)
+    part_of = np.searchsorted(first, used, side="right") - 1
+    source = np.stack((part_of, used - first[part_of]), 1)
+    solid = Predicate(bound, related, place.q_start, device=place.device, parts=rules, source=source)
+    return Bound(solid, edges)
 
 
 def _ranges(part: Bound, place: Place) -> Intervals:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -69,6 +69,11 @@ def build_layout(
         raise ValueError(f"form: wanted 'auto', 'tiles' or 'edges', got {form!r}")
     if tile not in (None, 64, 128):
         raise ValueError(f"tile: wanted 64, 128 or None, got {tile!r}")
+    if not hasattr(relation, "bind"):
+        raise TypeError(
+            f"relation: wanted a relation, got {type(relation).__name__}; wrap a mask in ab.Dense, "
+            "a function in ab.Where"
+        )
     device = torch.device(device)
     start = k_len - q_len if q_start == "end" else q_start
     bound = relation.bind(q_len, k_len, start, batch=batch, heads=heads, device=str(device))
@@ -214,7 +219,10 @@ def _assemble(tiling: Tiling, edges: Edges, group: Ints, q_start: int) -> Layout
     tile, q_len, k_len = tiling.tile, tiling.q_len, tiling.k_len
     by_query, by_key = _sides(tiling)
     turned = edges.transpose()
-    words = tiling.book.words()
+    # A pattern of tiles that became edges is not needed any more.
+    used = np.unique(np.concatenate((by_query.mark, by_key.mark)))
+    words = tiling.book.words()[used]
+    by_query, by_key = (replace(side, mark=np.searchsorted(used, side.mark)) for side in (by_query, by_key))
     sizes = dict(
         zip(
             SIZES,

@@ -67,6 +67,7 @@ def _bytes(layout: Layout) -> int:
 
 
 layout_cache = LayoutCache(limit=1 << 30)
+LAYOUTS_KEPT = 32  # with a relation that holds data, the latest
 
 
 def cached_layout(
@@ -103,4 +104,8 @@ def cached_layout(
         batch=batch,
         heads=heads,
     )
-    return layout_cache.put(key, layout) if own is None else own.setdefault(key, layout)
+    if own is None:
+        return layout_cache.put(key, layout)
+    while len(own) >= LAYOUTS_KEPT:  # decoding makes one for every step
+        own.pop(next(iter(own)), None)
+    return own.setdefault(key, layout)

@@ -81,10 +81,10 @@ class Edges:
         rows = (which[:, None] * self.q_len + np.arange(self.q_len)).reshape(-1)
         return replace(self.take_rows(rows, self.q_len), group=group)
 
-    def shift(self, distance: int) -> Edges:
+    def shift(self, distance: int, k_len: int) -> Edges:
         """Every key moved by ``distance``; what leaves ``[0, k_len)`` is dropped."""
         moved = self.key + distance
-        return replace(self, key=moved).filter((moved >= 0) & (moved < self.k_len))
+        return replace(self, k_len=k_len, key=moved).filter((moved >= 0) & (moved < k_len))
 
     def contains(self, row: Ints, key: Ints) -> NDArray[np.bool_]:
         """Whether each pair (row, key) is an edge."""

@@ -101,11 +101,11 @@ class Intervals:
         reach = np.append(self.row * span + self.stop, -1)  # at = -1 finds no range
         return row * span + key < reach[at]
 
-    def shift(self, distance: int) -> Intervals:
+    def shift(self, distance: int, k_len: int) -> Intervals:
         """Every key moved by ``distance``; what leaves ``[0, k_len)`` is dropped."""
-        start = np.clip(self.start + distance, 0, self.k_len)
-        stop = np.clip(self.stop + distance, 0, self.k_len)
-        return self.from_ranges(self.row, start, stop)
+        start = np.clip(self.start + distance, 0, k_len)
+        stop = np.clip(self.stop + distance, 0, k_len)
+        return replace(self, k_len=k_len).from_ranges(self.row, start, stop)
 
     def from_ranges(self, row: Ints, start: Ints, stop: Ints) -> Intervals:
         """Intervals of the same shape holding the union of the given ranges."""

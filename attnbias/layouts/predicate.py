@@ -20,14 +20,22 @@ _PAIRS_AT_ONCE = 1 << 22  # bounds the memory of one evaluation: a bool per pair
 
 @dataclass(frozen=True, eq=False)
 class Predicate:
-    """Pairs inside ``bound`` for which ``related(q, k, b, h)`` holds."""
+    """Pairs inside ``bound`` for which ``related(q, k, b, h)`` holds.
+
+    Where groups come from several relations, ``parts`` are their own predicates (None: the bound is exact)
+    and ``source`` [groups, 2] gives the part of each group and its group there, so that no group is tested
+    by another's rule.
+    """
 
     bound: Intervals  # no pair outside of it is related; its map of groups is this form's
     related: Related
     q_start: int
     stationary: bool = False  # depends on q - k alone: one tile per diagonal is evaluated
     device: str = "cpu"
+    parts: tuple[Predicate | None, ...] = ()
+    source: Ints | None = None
     _tilings: dict[int, Tiling] = field(default_factory=dict, repr=False)
+    _diagonals: dict[tuple[int, int], NDArray[np.uint32]] = field(default_factory=dict, repr=False)
 
     @property
     def q_len(self) -> int:
@@ -46,7 +54,12 @@ class Predicate:
 
     def take_groups(self, group: Ints, which: Ints) -> Predicate:
         """The same set under another map of groups."""
-        return replace(self, bound=self.bound.take_groups(group, which), _tilings={})
+        source = None if self.source is None else self.source[which]
+        return replace(self, bound=self.bound.take_groups(group, which), source=source, _tilings={})
+
+    def with_rule(self, bound: Intervals, related: Related, stationary: bool) -> Predicate:
+        """Another set: all pairs inside the bound for which the rule holds."""
+        return Predicate(bound, related, self.q_start, stationary, self.device)
 
     def contains(self, row: Ints, key: Ints) -> NDArray[np.bool_]:
         """Whether each pair (row, key) is related."""
@@ -68,11 +81,9 @@ class Predicate:
         book = PatternBook(tile)
         step = max(1, _PAIRS_AT_ONCE // tile**2)
         q_tiles = -(-self.q_len // tile)
-        if self.stationary:
-            words_of, which = self._diagonals(tile, row % q_tiles, col, step)
         for first in range(0, len(row), step):
             part = slice(first, first + step)
-            words = words_of[which[part]] if self.stationary else self._words(tile, row[part], col[part])
+            words = self._words(tile, row[part], col[part])
             valid = book.valid_words(self.q_len, self.k_len, row[part] % q_tiles, col[part])
             words = words & valid & self._bound_words(tile, row[part], col[part], covered)
             empty = ~words.any(axis=(1, 2))
@@ -93,6 +104,10 @@ class Predicate:
     def _words(self, tile: int, row: Ints, col: Ints) -> NDArray[np.uint32]:
         """Bits of the predicate in each tile (rows are tile rows), unbounded."""
         g, query_tile = np.divmod(row, max(-(-self.q_len // tile), 1))
+        if self.source is not None:
+            return self._words_of_parts(tile, self.source[g], query_tile, col)
+        if self.stationary:
+            return self._words_of_diagonals(tile, query_tile - col)
         inside = np.arange(tile)
         query = query_tile[:, None, None] * tile + inside[:, None]
         key = col[:, None, None] * tile + inside
@@ -100,19 +115,28 @@ class Predicate:
         query = np.minimum(query, self.q_len - 1) + self.q_start
         return pack_bits(self._evaluate(g[:, None, None], query, np.minimum(key, self.k_len - 1)))
 
-    def _diagonals(
-        self, tile: int, query_tile: Ints, col: Ints, step: int
-    ) -> tuple[NDArray[np.uint32], Ints]:
-        """Words of one tile per distance between query and key tile, and each tile's place there."""
-        distance, which = np.unique(query_tile - col, return_inverse=True)
+    def _words_of_parts(self, tile: int, source: Ints, query_tile: Ints, col: Ints) -> NDArray[np.uint32]:
+        """Bits by the rule of the part that each tile's group comes from."""
+        words = np.full((len(col), tile, tile // 32), 0xFFFFFFFF, np.uint32)
+        q_tiles = -(-self.q_len // tile)
+        for number, part in enumerate(self.parts):
+            mine = source[:, 0] == number
+            if part is not None and mine.any():
+                row = source[mine, 1] * q_tiles + query_tile[mine]
+                words[mine] = part._words(tile, row, col[mine])
+        return words
+
+    def _words_of_diagonals(self, tile: int, distance: Ints) -> NDArray[np.uint32]:
+        """Bits of a rule on q - k alone: each distance between query and key tile is tested once."""
         inside = np.arange(tile)
-        words = np.empty((len(distance), tile, tile // 32), np.uint32)
-        for first in range(0, len(distance), step):
-            part = slice(first, first + step)
-            # Only the difference counts, so the key tile may stand at 0 and the query before it.
-            query = distance[part, None, None] * tile + inside[:, None] + self.q_start
-            words[part] = pack_bits(self._evaluate(np.zeros((1, 1, 1), np.int64), query, inside))
-        return words, which
+        group = np.zeros((1, 1), np.int64)
+        distinct, which = np.unique(distance, return_inverse=True)
+        for each in distinct.tolist():
+            if (tile, each) not in self._diagonals:
+                # Only the difference counts, so the key tile may stand at 0 and the query before it.
+                query = each * tile + inside[:, None] + self.q_start
+                self._diagonals[tile, each] = pack_bits(self._evaluate(group, query, inside))
+        return np.stack([self._diagonals[tile, each] for each in distinct.tolist()])[which.reshape(-1)]
 
     def _evaluate(self, g: Ints, query: Ints, key: Ints) -> NDArray[np.bool_]:
         batch, head = self._example()

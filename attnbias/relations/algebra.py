@@ -67,11 +67,11 @@ class Wrapper(Relation):
 
     @property
     def batch_size(self) -> int | None:
-        return _common("batch", [part.batch_size for part in self.inner()])
+        return common_size("batch", [part.batch_size for part in self.inner()])
 
     @property
     def head_count(self) -> int | None:
-        return _common("heads", [part.head_count for part in self.inner()])
+        return common_size("heads", [part.head_count for part in self.inner()])
 
     @property
     def lengths(self) -> tuple[int | None, int | None]:
@@ -103,7 +103,8 @@ class Wrapper(Relation):
         return 0
 
 
-def _common(what: str, sizes: Sequence[int | None]) -> int | None:
+def common_size(what: str, sizes: Sequence[int | None]) -> int | None:
+    """The one size, beside 1 and None (any), that parts have; raises where there are two."""
     known = {size for size in sizes if size not in (1, None)}
     if len(known) > 1:
         raise ValueError(f"relation: parts for {what} {sorted(known)} do not combine")
@@ -237,7 +238,11 @@ class Transposed(_One):
         Relation.check(self, q_len, k_len, q_start, batch, heads)
 
     def _bind(self, at: Place) -> Bound:
-        length = self.lengths[0] or max(at.q_start + at.q_len, 0)
+        if at.q_start < 0 and not self.relation.listed:
+            return super()._bind(at)  # keys before the first: only the definition knows them
+        length = self.lengths[0]
+        if length is None:
+            length = max(at.q_start + at.q_len, self.relation.least_keys)
         inner = self.relation._bind(replace(at, q_len=at.k_len, k_len=length, q_start=0))
         if isinstance(inner.solid, Predicate):
             return super()._bind(at)
@@ -306,12 +311,12 @@ class Shifted(_One):
         if keys is None:
             if self.distance > 0 and not self.relation.listed:
                 return super()._bind(at)  # keys before the first: only the definition knows them
-            keys = max(at.k_len, at.k_len - self.distance)
+            keys = max(at.k_len, at.k_len - self.distance, self.relation.least_keys)
         inner = self.relation._bind(replace(at, k_len=keys))
         if isinstance(inner.solid, Predicate):
             return super()._bind(at)
         moved = [
-            None if form is None else replace(form.shift(self.distance), k_len=at.k_len)
+            None if form is None else form.shift(self.distance, at.k_len)
             for form in (inner.solid, inner.edges)
         ]
         return Bound(*moved)  # type: ignore[arg-type]

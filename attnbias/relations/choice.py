@@ -22,7 +22,7 @@ class _Choice(Wrapper):
 
     def __post_init__(self) -> None:
         name, parts = type(self).__name__, cast(Any, self.parts)
-        if isinstance(parts, Relation) or not all(isinstance(part, Relation) for part in parts):
+        if not isinstance(parts, Sequence) or not all(isinstance(part, Relation) for part in parts):
             raise TypeError(f"{name}: wanted a sequence of relations, got {parts!r}")
         if not parts:
             raise ValueError(f"{name}: wanted at least one relation, got none")

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..layouts.bound import Bound, Place
+from ..layouts.bound import Bound, Place, intersect
 from ..layouts.intervals import Intervals, Ints, pointer
+from .algebra import common_size
 from .patterns import RANGES_PER_ROW, as_lengths, key_ranges, per_batch
 from .relation import Relation, as_indices, value
 
@@ -69,6 +70,8 @@ class Documents(Relation):
 
     def each(self, relation: Relation) -> Relation:
         """A relation inside each document, in positions counted from the document's first."""
+        if not isinstance(relation, Relation):
+            raise TypeError(f"relation: wanted a relation, got {relation!r}")
         if relation.lengths != (None, None):
             raise ValueError(f"relation: wanted one that fits documents of any length, got {relation!r}")
         return EachDocument(self, relation)
@@ -172,7 +175,7 @@ class EachDocument(Relation):
 
     @property
     def batch_size(self) -> int | None:
-        return self.documents.batch_size if self.relation.batch_size == 1 else self.relation.batch_size
+        return common_size("batch", [self.documents.batch_size, self.relation.batch_size])
 
     @property
     def head_count(self) -> int | None:
@@ -183,23 +186,31 @@ class EachDocument(Relation):
         return self.documents.lengths
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        docs = self.documents
-        local_q = look_up(local_positions(docs.ids), q, b, 0)
-        local_k = look_up(local_positions(docs._keys), k, b, 0)
-        return docs.related(q, k, b, h) & self.relation.related(local_q, local_k, b, h)
+        of_queries, of_keys = self._local
+        local_q, local_k = look_up(of_queries, q, b, 0), look_up(of_keys, k, b, 0)
+        return self.documents.related(q, k, b, h) & self.relation.related(local_q, local_k, b, h)
+
+    @property
+    def _local(self) -> tuple[Tensor, Tensor]:
+        """Positions of queries and of keys within their documents."""
+        made: tuple[Tensor, Tensor] | None = self.__dict__.get("_local_")
+        if made is None:
+            docs = self.documents
+            made = local_positions(docs.ids), local_positions(docs._keys)
+            object.__setattr__(self, "_local_", made)
+        return made
 
     def _bind(self, at: Place) -> Bound:
         docs = self.documents
         host, group = distinct_rows(docs.ids, docs._keys)
         split = docs.ids.shape[-1]
-        spans = [_contiguous(ids) for ids in (host[:, :split], host[:, split:])]
-        if self.relation.batch_size != 1 or self.relation.head_count != 1 or None in spans:
-            return super()._bind(at)
-        form = self._place_documents(host, split, group)
-        if form is None:
-            return super()._bind(at)
-        rows = np.arange(len(host))[:, None] * split + at.positions
-        return Bound(form.take_rows(rows.reshape(-1), at.q_len))
+        whole = _are_runs(host[:, :split]) and _are_runs(host[:, split:])
+        if self.relation.batch_size == 1 and self.relation.head_count == 1 and whole:
+            form = self._place_documents(host, split, group)
+            if form is not None:
+                rows = np.arange(len(host))[:, None] * split + at.positions
+                return Bound(form.take_rows(rows.reshape(-1), at.q_len))
+        return intersect(super()._bind(at), docs._bind(at))
 
     def _place_documents(self, host: Ints, split: int, group: Ints) -> Intervals | None:
         """Bind the relation once per shape of document, and put it at each document's corner."""
@@ -247,35 +258,32 @@ def local_positions(ids: Tensor) -> Tensor:
     return torch.zeros_like(ids).scatter(-1, order.indices, count - first)
 
 
-def _contiguous(ids: Ints) -> bool | None:
-    """True when every document is one run, else None."""
+def _numbers(ids: Ints, span: int) -> Ints:
+    """Ids that differ between groups as well, [groups, L]."""
+    numbers: Ints = np.arange(len(ids))[:, None] * span + ids
+    return numbers
+
+
+def _are_runs(ids: Ints) -> bool:
+    """Whether the positions of every document follow one another."""
     fresh = np.ones(ids.shape, bool)
     fresh[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    kept = fresh & (ids >= 0)
-    number = np.arange(len(ids))[:, None] * (int(ids.max(initial=0)) + 2) + ids
-    return True if len(np.unique(number[kept])) == kept.sum() else None
+    first = fresh & (ids >= 0)
+    number = _numbers(ids, int(ids.max(initial=0)) + 2)
+    return len(np.unique(number[first])) == int(first.sum())
 
 
 def _corners(q_ids: Ints, k_ids: Ints) -> Ints:
     """Group, first query, first key, queries and keys of every document that has both, [n, 5]."""
-    sides = []
+    span = int(max(q_ids.max(initial=0), k_ids.max(initial=0))) + 2
+    found = []
     for ids in (q_ids, k_ids):
-        span = int(max(q_ids.max(initial=0), k_ids.max(initial=0))) + 2
-        number = (np.arange(len(ids))[:, None] * span + ids)[ids >= 0]
-        position = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)[ids >= 0]
-        found, first, size = np.unique(number, return_index=True, return_counts=True)
-        sides.append((found, position[first], size, span))
-    shared, in_q, in_k = np.intersect1d(sides[0][0], sides[1][0], return_indices=True)
-    return np.stack(
-        (
-            shared // sides[0][3],
-            sides[0][1][in_q],
-            sides[1][1][in_k],
-            sides[0][2][in_q],
-            sides[1][2][in_k],
-        ),
-        1,
-    )
+        number, first, size = np.unique(_numbers(ids, span)[ids >= 0], return_index=True, return_counts=True)
+        position = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)[ids >= 0][first]
+        found.append((number, position, size))
+    (q_number, q_first, q_size), (k_number, k_first, k_size) = found
+    both, in_q, in_k = np.intersect1d(q_number, k_number, return_indices=True)
+    return np.stack((both // span, q_first[in_q], k_first[in_k], q_size[in_q], k_size[in_k]), 1)
 
 
 @value
@@ -283,7 +291,7 @@ class Padding(Relation):
     """Keys before each batch's length: what a padded batch may attend to.
 
     Args:
-        lengths_: number of real keys in each batch, [B].
+        lengths: number of real keys in each batch, [B].
     """
 
     lengths_: Tensor | None = None

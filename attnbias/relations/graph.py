@@ -50,7 +50,8 @@ class _Listed(Relation):
 class Graph(_Listed):
     """The edges of a graph, as PyG has them: a target attends to its sources.
 
-    Duplicate edges count twice in attention; ``& | ~`` see the graph as a set. Self-loops are never added.
+    Duplicate edges count twice in attention; ``& | ~`` see the graph as a set, unless they change nothing
+    (``graph & Full()`` is the graph). Self-loops are never added.
 
     Args:
         edge_index: [2, E], sources (keys) in row 0, targets (queries) in row 1.
@@ -79,7 +80,7 @@ class Graph(_Listed):
         if self.num_nodes is not None:
             object.__setattr__(self, "num_nodes", as_count("num_nodes", self.num_nodes))
         if self.size is not None:
-            if len(self.size) != 2:
+            if not isinstance(self.size, Sequence) or len(self.size) != 2:
                 raise ValueError(f"size: wanted (num_src, num_dst), got {self.size!r}")
             object.__setattr__(self, "size", tuple(as_count("size", n) for n in self.size))
         if edge_index.device.type == "cpu":
@@ -89,6 +90,7 @@ class Graph(_Listed):
     @classmethod
     def batch(cls, graphs: Sequence[Graph]) -> Graph:
         """Several graphs side by side as one block-diagonal graph, edges in the order given."""
+        graphs = list(graphs)
         sizes = np.array([graph._sizes for graph in graphs], np.int64).reshape(-1, 2)
         first = np.cumsum(sizes, 0) - sizes
         device = graphs[0].edge_index.device if graphs else torch.device("cpu")
@@ -114,10 +116,8 @@ class Graph(_Listed):
         for name, index, count in zip(("source", "target"), edge_index, self._sizes, strict=True):
             if len(index) and not (index.min() >= 0 and index.max() < count):
                 worst = int(index.min()) if index.min() < 0 else int(index.max())
-                what = "num_nodes" if self.size is None else "size"
-                raise ValueError(
-                    f"edge_index: {what} = {self.num_nodes or self.size} but a {name} is {worst}"
-                )
+                what = f"size = {self.size}" if self.size is not None else f"num_nodes = {self.num_nodes}"
+                raise ValueError(f"edge_index: {what} but a {name} is {worst}")
 
     def _code_parts(self) -> tuple[Tensor, int]:
         keys = self._sizes[0]
@@ -165,6 +165,10 @@ class Neighbors(_Listed):
         if index.device.type == "cpu" and index.numel() and int(index.min()) < -1:
             raise ValueError(f"index: wanted -1 (none) or more, got {int(index.min())}")
         super().__post_init__()
+
+    @property
+    def least_keys(self) -> int:  # type: ignore[override]
+        return int(self.index.max()) + 1 if self.index.numel() else 0
 
     @property
     def _table(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class Neighborhood(Relation):
         object.__setattr__(self, "causal", causal)
         if self.border not in ("cut", "clamp"):
             raise ValueError(f"border: wanted 'cut' or 'clamp', got {self.border!r}")
+        as_count("shape", self.lengths[0])
         for n, r, d, c in self._axes():
             if self.border == "clamp" and not c and (2 * r + 1) * d > n:
                 raise ValueError(
@@ -71,7 +73,7 @@ class Neighborhood(Relation):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        tokens = int(np.prod(self.shape))
+        tokens = math.prod(self.shape)
         return tokens, tokens
 
     def _first_step(self, x: Any, n: int, r: int, d: int, causal: bool) -> Any:
@@ -100,6 +102,7 @@ class Neighborhood(Relation):
 
     def _axis_table(self, n: int, r: int, d: int, causal: bool) -> Ints:
         """Related coordinates of each coordinate, [n, 2 r + 1], -1 where there is none."""
+        r = min(r, n)  # beyond the axis there is nothing
         x = np.arange(n)[:, None]
         steps = self._first_step(x, n, r, d, causal) + np.arange(2 * r + 1)
         y = steps * d + x % d

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from ..layouts.intervals import Intervals, Ints
 from .relation import Relation, as_count, as_indices, value
 
 RANGES_PER_ROW = 64  # beyond that many key ranges a row, testing pairs tile by tile is smaller
+MANY_RANGES = 1 << 22  # but fewer in all are never too many
 
 
 def ranges(at: Place, start: Ints | int, stop: Ints | int) -> Bound:
@@ -129,6 +130,11 @@ class Window(Relation):
             object.__setattr__(self, name, as_count(name, reach))
         super().__post_init__()
 
+    def _content(self) -> Hashable:
+        # A window without limits is the same value as the relation with a name for it.
+        named = window_of(*self.band)
+        return super()._content() if isinstance(named, Window) else named._content()
+
     @property
     def band(self) -> tuple[float, float]:
         """Reach before and after the query."""
@@ -154,7 +160,7 @@ class Window(Relation):
 
     @property
     def T(self) -> Relation:
-        return window_of(*reversed(self.band))
+        return Window(self.after, self.before)
 
 
 def window_of(before: float, after: float) -> Relation:
@@ -201,9 +207,9 @@ class Dilated(Relation):
     def _bind(self, at: Place) -> Bound:
         if self.dilation == 1:
             return Window(self.before, self.after)._bind(at)
-        steps = np.arange(-self.before, self.after + 1) * self.dilation
-        if len(steps) > RANGES_PER_ROW:
+        if self.before + self.after >= RANGES_PER_ROW:
             return super()._bind(at)
+        steps = np.arange(-self.before, self.after + 1) * self.dilation
         key = at.positions[:, None] + steps
         row = np.broadcast_to(np.arange(at.q_len)[:, None], key.shape)
         exists = (key >= 0) & (key < at.k_len)
@@ -362,9 +368,11 @@ class Global(Relation):
         #..##
     """
 
-    positions: Sequence[int]
+    positions: Iterable[int]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.positions, Iterable):
+            raise TypeError(f"positions: wanted a list of positions, got {self.positions!r}")
         positions = as_indices("positions", list(self.positions), (1,)).unique()
         if len(positions) and positions[0] < 0:
             raise ValueError(f"positions: wanted 0 or more, got {int(positions[0])}")
@@ -372,15 +380,15 @@ class Global(Relation):
         super().__post_init__()
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        chosen = torch.tensor(self.positions, dtype=torch.int64, device=q.device)
+        chosen = torch.tensor(tuple(self.positions), dtype=torch.int64, device=q.device)
         return torch.isin(q, chosen) | torch.isin(k, chosen)
 
     def _bind(self, at: Place) -> Bound:
-        chosen = np.array(self.positions, np.int64)
+        chosen = np.array(tuple(self.positions), np.int64)
         first = np.concatenate(([True], np.diff(chosen) > 1)) if len(chosen) else chosen > 0
         last = np.concatenate((np.diff(chosen) > 1, [True])) if len(chosen) else first
         start, stop = chosen[first], chosen[last] + 1
-        if len(start) > RANGES_PER_ROW:
+        if len(start) * at.q_len > max(RANGES_PER_ROW * at.q_len, MANY_RANGES):
             return super()._bind(at)
         start, stop = np.minimum(start, at.k_len), np.minimum(stop, at.k_len)
         form = Intervals.empty(at.q_len, at.k_len, np.zeros((1, 1), np.int64)).from_ranges(
@@ -426,8 +434,8 @@ class RandomBlocks(Relation):
         """The key blocks of each query block, [..., count], all different (Floyd's sampling)."""
         picks: list[Tensor] = []
         for turn in range(self.blocks):
-            # Of max(block + 1, count) blocks, the last ``count - turn - 1`` wait for later turns.
-            top = (block + 1).clamp(min=self.blocks) - self.blocks + turn
+            # Of the block + 1 blocks up to its own, the last ``count - turn - 1`` wait for later turns.
+            top = block + 1 - self.blocks + turn
             pick = _hash(self.seed, block, turn) % (top + 1)
             taken = torch.zeros_like(pick, dtype=torch.bool)
             for earlier in picks:
@@ -437,26 +445,35 @@ class RandomBlocks(Relation):
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         block = torch.div(k, self.size, rounding_mode="floor")
-        drawn = self._draw(torch.div(q, self.size, rounding_mode="floor").clamp(min=0))
-        hit = torch.zeros_like(q + k, dtype=torch.bool)
-        for turn in range(self.blocks):
-            hit = hit | (drawn[..., turn] == block)
-        return hit & (q >= 0)
+        mine = torch.div(q, self.size, rounding_mode="floor")
+        early = (mine < self.blocks) & (block < self.blocks)  # as many blocks as there are: all of them
+        if torch.compiler.is_compiling() or bool((mine >= self.blocks).any()):
+            drawn = self._draw(mine.clamp(min=self.blocks))
+            hit = torch.zeros_like(early)
+            for turn in range(self.blocks):
+                hit = hit | (drawn[..., turn] == block)
+            early = early | (hit & (mine >= self.blocks))
+        return early & (q >= 0) & (k >= 0)
 
     def _bind(self, at: Place) -> Bound:
-        if self.blocks > RANGES_PER_ROW:
-            return super()._bind(at)
         position = at.positions
-        kept = np.flatnonzero(position >= 0)
-        if not len(kept):
-            return ranges(at, 0, 0)
-        first, last = position[kept[0]] // self.size, position[-1] // self.size
-        drawn = self._draw(torch.arange(first, last + 1)).numpy()
-        start = drawn[position[kept] // self.size - first] * self.size  # [rows, count]
+        mine = position // self.size
+        early = np.flatnonzero((position >= 0) & (mine < self.blocks))
+        late = np.flatnonzero(mine >= self.blocks)
+        if len(late) * self.blocks > max(RANGES_PER_ROW * at.q_len, MANY_RANGES):
+            return super()._bind(at)
+        start = np.zeros((0, self.blocks), np.int64)
+        if len(late):
+            first = mine[late[0]]
+            drawn = self._draw(torch.arange(first, mine[late[-1]] + 1)).numpy()
+            start = drawn[mine[late] - first] * self.size  # [rows, count]
         form = Intervals.empty(at.q_len, at.k_len, np.zeros((1, 1), np.int64)).from_ranges(
-            np.repeat(kept, self.blocks),
-            np.minimum(start, at.k_len).reshape(-1),
-            np.minimum(start + self.size, at.k_len).reshape(-1),
+            np.concatenate((early, np.repeat(late, self.blocks))),
+            np.concatenate((np.zeros_like(early), np.minimum(start, at.k_len).reshape(-1))),
+            np.minimum(
+                np.concatenate((early * 0 + self.blocks * self.size, (start + self.size).reshape(-1))),
+                at.k_len,
+            ),
         )
         return Bound(form)
 

@@ -46,7 +46,12 @@ class Where(Relation):
     @property
     def _arity(self) -> int:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = inspect.signature(self.fn).parameters.values()
+        try:
+            parameters = inspect.signature(self.fn).parameters.values()
+        except ValueError:
+            raise TypeError(
+                f"fn: wanted a Python function of (q, k) or (b, h, q, k), got {self.fn!r}"
+            ) from None
         return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
 
     @property
@@ -68,22 +73,6 @@ class Where(Relation):
         # A function may ignore an argument; the result has to span all pairs.
         return result & torch.ones_like(q + k, dtype=torch.bool)
 
-    def _bind(self, at: Place) -> Bound:
-        batch, heads = self._varies(at)
-        form = Predicate(at.everywhere(batch, heads), self.related, at.q_start, device=at.device)
-        return Bound(form)
-
-    def _varies(self, at: Place) -> tuple[int, int]:
-        """Batches and heads to evaluate: read from the shape of one evaluated pair."""
-        sizes = (at.batch or 1, at.heads or 1)
-        if self._arity == 2 or sizes == (1, 1) or not at.q_len or not at.k_len:
-            return 1, 1
-        b = torch.arange(sizes[0], device=at.device).view(-1, 1, 1, 1)
-        h = torch.arange(sizes[1], device=at.device).view(-1, 1, 1)
-        one = torch.zeros(1, 1, dtype=torch.int64, device=at.device)
-        shape = (1, 1, 1, 1, *self.fn(b, h, one + at.q_start, one).shape)[-4:]
-        return shape[0], shape[1]
-
     def _content(self) -> Any:
         return Where, self.fn
 
@@ -99,7 +88,7 @@ class Dense(Relation):
     """A boolean tensor, True where the query may attend to the key.
 
     Args:
-        mask: [Q, K], [H, Q, K] or [B, H, Q, K] (sizes 1 broadcast).
+        mask: [Q, K], [H, Q, K] or [B, H, Q, K] (B and H may be 1).
     """
 
     mask: Tensor

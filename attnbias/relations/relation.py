@@ -53,6 +53,7 @@ class Relation:
         object.__setattr__(self, "key", self._make_key())
 
     listed = False  # whether its pairs are held one by one, so that there are none beyond them
+    least_keys = 0  # keys that a list names without saying how many there are
 
     # -- the definition ---------------------------------------------------------------------------
 
@@ -131,17 +132,28 @@ class Relation:
         device: str = "cpu",
     ) -> Bound:
         """The exact set of related pairs at these lengths."""
-        for name, value in (("q_len", q_len), ("k_len", k_len)):
-            if value < 0:
-                raise ValueError(f"{name}: wanted a length, got {value}")
         start = resolve_start(q_start, q_len, k_len)
         self.check(q_len, k_len, start, batch, heads)
         batch, heads = batch or self.batch_size, heads or self.head_count
         return self._bind(Place(q_len, k_len, start, batch, heads, device))
 
     def _bind(self, at: Place) -> Bound:
-        everywhere = at.everywhere(self.batch_size or at.batch or 1, self.head_count or at.heads or 1)
+        everywhere = at.everywhere(*self._sizes_in_use(at))
         return Bound(Predicate(everywhere, self.related, at.q_start, self.stationary, at.device))
+
+    def _sizes_in_use(self, at: Place) -> tuple[int, int]:
+        """Batches and heads to tell apart: for sizes that fit any, read from the shape of one pair."""
+        known = (self.batch_size, self.head_count)
+        if None not in known or not at.q_len or not at.k_len:
+            return known[0] or 1, known[1] or 1
+        tried = [mine or given or 2 for mine, given in zip(known, (at.batch, at.heads), strict=True)]
+        b, h, one = (torch.arange(n, device=at.device) for n in (*tried, 1))
+        pair = self.related(one[:, None] + at.q_start, one, b.view(-1, 1, 1, 1), h.view(-1, 1, 1))
+        shape = (1, 1, 1, 1, *pair.shape)[-4:-2]
+        for what, size, given in zip(("batch", "heads"), shape, (at.batch, at.heads), strict=True):
+            if size > 1 and given is None:
+                raise ValueError(f"{what}: {self!r} differs by {what}, so their number is wanted, got None")
+        return shape[0], shape[1]
 
     def layout(
         self,
@@ -198,7 +210,7 @@ class Relation:
         batch: int = 0,
         head: int = 0,
     ) -> str:
-        """Draw it: a line per query, '#' where it may attend to the key.
+        """Draw it for one batch and head: a line per query, '#' where it may attend to the key.
 
         Example:
             >>> import attnbias as ab
@@ -208,15 +220,27 @@ class Relation:
             .##.
             ..##
         """
-        grid = self.dense(q_len, k_len, q_start)
+        grid = self.dense(
+            q_len, k_len, q_start, batch=self.batch_size or batch + 1, heads=self.head_count or head + 1
+        )
         if grid.dim() == 4:
-            grid = grid[min(batch, len(grid) - 1)]
-            grid = grid[min(head, len(grid) - 1)]
+            for name, number, size in (("batch", batch, len(grid)), ("head", head, grid.shape[1])):
+                if size > 1 and not 0 <= number < size:
+                    raise ValueError(f"{name}: wanted 0..{size - 1}, got {number}")
+            grid = grid[min(batch, len(grid) - 1), min(head, grid.shape[1] - 1)]
         return "\n".join("".join("#" if x else "." for x in row) for row in grid.tolist())
 
-    def count(self, q_len: int, k_len: int, q_start: int | Literal["end"] = 0) -> int:
+    def count(
+        self,
+        q_len: int,
+        k_len: int,
+        q_start: int | Literal["end"] = 0,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+    ) -> int:
         """Number of related pairs, without visiting them where the relation is exact."""
-        return self.bind(q_len, k_len, q_start).count()
+        return self.bind(q_len, k_len, q_start, batch=batch, heads=heads).count()
 
     # -- algebra ----------------------------------------------------------------------------------
 
@@ -290,7 +314,7 @@ class Relation:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Relation):
             return NotImplemented
-        return self is other or (type(self) is type(other) and self._content() == other._content())
+        return self is other or self._content() == other._content()
 
     def __hash__(self) -> int:
         return hash(self._content())
@@ -305,7 +329,8 @@ class Relation:
         return sum(_size(value) for _, value, _ in self._values())
 
     def _make_key(self) -> str:
-        if self._numbers() <= MANY_NUMBERS and self._device == "cpu":
+        mine = type(self).__module__.startswith(__package__)  # another's class is not found by its name
+        if mine and self._numbers() <= MANY_NUMBERS and str(self._device) == "cpu":
             return repr(self)
         return self._token()
 
@@ -334,8 +359,13 @@ class Relation:
 
 
 def resolve_start(q_start: int | Literal["end"], q_len: int, k_len: int) -> int:
-    """The first query's position as a number."""
-    return k_len - q_len if q_start == "end" else q_start
+    """The first query's position as a number; checks it and the lengths."""
+    q_len, k_len = as_count("q_len", q_len), as_count("k_len", k_len)
+    if q_start == "end":
+        return k_len - q_len
+    if isinstance(q_start, bool) or not isinstance(q_start, int | np.integer):
+        raise TypeError(f"q_start: wanted an integer or 'end', got {q_start!r}")
+    return int(q_start)
 
 
 def _hashable(value: Any) -> Hashable:
@@ -347,7 +377,8 @@ def _hashable(value: Any) -> Hashable:
 
 def _size(value: Any) -> int:
     if isinstance(value, Tensor):
-        return value.numel()
+        # Nothing in several dimensions cannot be told from its list: as if it were too much.
+        return value.numel() if value.numel() or value.dim() == 1 else MANY_NUMBERS + 1
     return len(value) if isinstance(value, tuple) else 0
 
 
@@ -380,4 +411,6 @@ def as_count(name: str, value: Any, least: int = 0) -> int:
         raise TypeError(f"{name}: wanted an integer, got {value!r}")
     if value < least:
         raise ValueError(f"{name}: wanted at least {least}, got {value}")
+    if value >= 1 << 31:
+        raise ValueError(f"{name}: wanted less than 2^31, got {value}")
     return int(value)
