@@ -173,9 +173,10 @@ def mark_intervals(form: Intervals, tiling: Tiling) -> Tiling:
     """Number the patterns of the partial tiles of a set of ranges."""
     mark = np.empty(len(tiling.row), np.int64)
     step = max(1, _ROWS_AT_ONCE // tiling.tile)
+    number = _mark if form.single is None else _mark_single
     for first in range(0, len(mark), step):
         part = slice(first, first + step)
-        mark[part] = _mark(form, tiling, tiling.row[part], tiling.col[part])
+        mark[part] = number(form, tiling, tiling.row[part], tiling.col[part])
     return replace(tiling, mark=mark)
 
 
@@ -184,12 +185,41 @@ def _mark(form: Intervals, tiling: Tiling, row: Ints, col: Ints) -> Ints:
     tile = tiling.tile
     cell, low, high = clipped_ranges(form, tile, row, col)
     begin = np.searchsorted(cell, np.arange(len(row)) * tile)
-    place, of_range, of_row = cell % tile, low * (tile + 1) + high, _hashes(tile)
+    place, of_range = cell % tile, low * (tile + 1) + high
     sums = [
-        np.add.reduceat(ranges[of_range] * rows[place], begin) for ranges, rows in zip(*of_row, strict=True)
+        np.add.reduceat(ranges[of_range] * rows[place], begin)
+        for ranges, rows in zip(*_hashes(tile), strict=True)
     ]
-    _, example, which = np.unique(np.stack(sums, 1), axis=0, return_index=True, return_inverse=True)
-    return tiling.book.add(interval_words(form, tile, row[example], col[example]))[which.reshape(-1)]
+    example, which = _distinct(sums)
+    return tiling.book.add(interval_words(form, tile, row[example], col[example]))[which]
+
+
+def _mark_single(form: Intervals, tiling: Tiling, row: Ints, col: Ints) -> Ints:
+    """The same for at most one range per row, with a cell for every row of a tile."""
+    tile = tiling.tile
+    assert form.single is not None
+    q_tiles = max(-(-form.q_len // tile), 1)
+    g, query_tile = np.divmod(row, q_tiles)
+    query = query_tile[:, None] * tile + np.arange(tile)
+    source = g[:, None] * form.q_len + np.minimum(query, form.q_len - 1)  # [n, tile]
+    edge = (col * tile)[:, None]
+    low = np.clip(form.single[0][source] - edge, 0, tile)
+    high = np.clip(form.single[1][source] - edge, 0, tile)
+    high[query >= form.q_len] = 0
+    code = np.where(low < high, low * (tile + 1) + high, 0)
+    sums = [(ranges[code] * rows).sum(1) for ranges, rows in zip(*_hashes(tile), strict=True)]
+    example, which = _distinct(sums)
+    offset = np.arange(0, tile, 32)
+    words = _below(high[example, :, None] - offset) & ~_below(low[example, :, None] - offset)
+    return tiling.book.add(words)[which]
+
+
+def _distinct(sums: list[NDArray[np.uint64]]) -> tuple[Ints, Ints]:
+    """One example of each pair of sums, and which of them each is."""
+    _, example, which = np.unique(sums[0], return_index=True, return_inverse=True)
+    if not np.array_equal(sums[1], sums[1][example][which]):
+        _, example, which = np.unique(np.stack(sums, 1), axis=0, return_index=True, return_inverse=True)
+    return example, which.reshape(-1)
 
 
 @lru_cache
@@ -197,6 +227,7 @@ def _hashes(tile: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """Random numbers for a range in a row, and odd ones for a row: twice each, for 128 bits in all."""
     draw = np.random.Generator(np.random.PCG64(tile)).integers
     ranges = draw(0, 1 << 64, (2, (tile + 1) ** 2), np.uint64)
+    ranges[:, 0] = 0  # of a row without a range
     return ranges, draw(0, 1 << 64, (2, tile), np.uint64) | np.uint64(1)
 
 
@@ -208,20 +239,17 @@ def clipped_ranges(form: Intervals, tile: int, row: Ints, col: Ints) -> tuple[In
     cell = np.flatnonzero(query < form.q_len)
     rows = (g[:, None] * form.q_len + query).reshape(-1)[cell]
     edge = np.repeat(col * tile, tile)[cell]
-    if form.single:
-        start, stop = form.single[0][rows], form.single[1][rows]
-    else:
-        # Only the ranges of these rows: the tiles come in order, so a step stays linear in its size.
-        near = slice(*form.ptr[[rows.min(initial=0), rows.max(initial=-1) + 1]])
-        span = form.k_len + 1
-        base = form.row[near] * span
-        start, stop = form.start[near], form.stop[near]
-        first = np.searchsorted(base + stop, rows * span + edge, side="right")
-        last = np.searchsorted(base + start, rows * span + np.minimum(edge + tile, span - 1))
-        size = np.maximum(last - first, 0)
-        picked = np.arange(size.sum()) + np.repeat(first - (np.cumsum(size) - size), size)
-        start, stop = start[picked], stop[picked]
-        cell, edge = np.repeat(cell, size), np.repeat(edge, size)
+    # Only the ranges of these rows: the tiles come in order, so a step stays linear in its size.
+    near = slice(*form.ptr[[rows.min(initial=0), rows.max(initial=-1) + 1]])
+    span = form.k_len + 1
+    base = form.row[near] * span
+    start, stop = form.start[near], form.stop[near]
+    first = np.searchsorted(base + stop, rows * span + edge, side="right")
+    last = np.searchsorted(base + start, rows * span + np.minimum(edge + tile, span - 1))
+    size = np.maximum(last - first, 0)
+    picked = np.arange(size.sum()) + np.repeat(first - (np.cumsum(size) - size), size)
+    start, stop = start[picked], stop[picked]
+    cell, edge = np.repeat(cell, size), np.repeat(edge, size)
     low, high = np.maximum(start - edge, 0), np.minimum(stop - edge, tile)
     inside = low < high
     return cell[inside], low[inside], high[inside]
