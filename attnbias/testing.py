@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -39,9 +40,9 @@ def assert_no_worse(
 ) -> None:
     """Fail unless ``got`` is about as near the float64 ``oracle`` as eager code of its dtype.
 
-    The largest error may be ``factor`` times eager's, plus one rounding step of the largest value
-    (or of the numbers rounded on the way to it): nothing is tuned. -inf must stand exactly where the
-    oracle has it, all else be finite.
+    The largest error may be ``factor`` times eager's, plus one rounding step of the largest value and one,
+    in float32 or wider, of the numbers on the way to it: nothing is tuned. -inf must stand exactly where
+    the oracle has it, all else be finite.
 
     Args:
         name: what is compared, for the message.
@@ -50,7 +51,7 @@ def assert_no_worse(
         oracle: the result of plain PyTorch in float64.
         factor: 2 for results, 3 for gradients.
         empty: bool, broadcasts to ``got``: where it must be exactly 0, as in rows without a key.
-        magnitude: size of the numbers rounded on the way, where it is larger (see ``magnitudes``).
+        magnitude: size of the numbers rounded on the way (see ``magnitudes``).
 
     Raises:
         AssertionError: naming the elements and what is wrong with them.
@@ -77,7 +78,8 @@ def assert_no_worse(
         truth = oracle.double().masked_fill(gone, 0)
         errors = (got.double() - truth).abs().masked_fill(gone, 0)
         baseline = (same_precision.double() - truth).abs().masked_fill(gone, 0).max().item()
-        floor = torch.finfo(got.dtype).eps * max(truth.abs().max().item(), magnitude)
+        inside = torch.float64 if got.dtype == torch.float64 else torch.float32
+        floor = torch.finfo(got.dtype).eps * truth.abs().max().item() + torch.finfo(inside).eps * magnitude
         bound = factor * baseline + floor
         worst = errors.max().item()
         words = f"error {worst:.3e} > {factor} x eager's {baseline:.3e} + {floor:.3e},"
@@ -96,7 +98,8 @@ def magnitudes(
     """Size of the numbers that are rounded on the way to each result, for ``assert_no_worse``.
 
     A score is rounded at its own size, so a weight is off by that much of itself; the gradient of a
-    score is p * (dP - delta), whose parts cancel wherever a row has one key or equal values.
+    score is p * (dP - delta), whose parts cancel wherever a row has one key or equal values; and n terms of
+    random sign, as the queries of a key are, pass through sums of about sqrt(n) times one.
 
     Args:
         query: [B, H, Q, D].
@@ -114,13 +117,15 @@ def magnitudes(
     kept = 1 - dropout_p if dropout_p < 1 else 1.0
     score = 1 + abs(scale) * longest(query) * longest(key)
     step = score * (longest(grad_out) * longest(value) / kept + longest(grad_lse[..., None]))
+    batch, heads, q_len = query.shape[:3]
+    by_key = math.sqrt(q_len * max(heads // max(key.shape[1], 1), 1))
     return {
         "out": score * longest(value) / kept,
         "lse": score,
         "query": abs(scale) * step * longest(key),
         "key": abs(scale) * step * longest(query),
-        "value": score * longest(grad_out) / kept,
-        "sink": step,
+        "value": score * longest(grad_out) / kept * by_key,
+        "sink": step * math.sqrt(batch * q_len),
     }
 
 
