@@ -52,12 +52,12 @@ lint: setup
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
-	$(if $(CSRC),clang-format --dry-run --Werror $(CSRC))
+	$(if $(CSRC),$(ENV)/bin/clang-format --dry-run --Werror $(CSRC))
 
 format: setup
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
-	$(if $(CSRC),clang-format -i $(CSRC))
+	$(if $(CSRC),$(ENV)/bin/clang-format -i $(CSRC))
 
 # Leaves an environment named by VENV alone.
 clean:

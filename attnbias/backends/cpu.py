@@ -1,0 +1,260 @@
+"""The C++ kernels for CPU tensors, called through ctypes; ``csrc/attnbias.h`` describes them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..layouts.layout import FIELDS, SIZES
+from .strides import empty_like_query
+
+if TYPE_CHECKING:
+    from ..layouts.layout import Layout
+    from ..problem import Call, Problem
+
+name = "cpu"
+
+ABI_VERSION = 1
+LARGEST = 256  # of D and E
+FEW = 4  # queries that csrc/few.h takes, with scratch; a forward pass over more seldom needs any
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ERRORS = {1: "no memory", 2: "too little scratch", 3: "an argument the kernels do not take"}
+_NONE = (0, 0, 0, 0, 0, 0)  # an ab_tensor that is not there
+
+# struct ab_call: up to `unused` before scratch; scratch; the layout.
+_HEAD = struct.Struct("=7q" + "4q2i" * 8 + "4Q2q2f2i")
+_SCRATCH = struct.Struct("=Qq")
+_LAYOUT = struct.Struct(f"=8i{len(FIELDS)}Q")
+_NO_SCRATCH = _SCRATCH.pack(0, 0)
+
+
+class _Library:
+    """The functions of the shared library; a call is passed as the bytes of its struct."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        version = library.ab_abi_version()
+        if version != ABI_VERSION:
+            raise OSError(f"{path.name} has interface {version}, wanted {ABI_VERSION}")
+        self.forward = library.ab_forward
+        self.backward = library.ab_backward
+        self.scratch_bytes = library.ab_scratch_bytes
+        self.force_level = library.ab_force_level
+        self.level = library.ab_level
+        self.levels = library.ab_levels
+        self.call_bytes = library.ab_call_bytes
+        for function in (self.forward, self.backward, self.force_level):
+            function.argtypes = (ctypes.c_char_p,)
+            function.restype = ctypes.c_int32
+        self.scratch_bytes.argtypes = (ctypes.c_char_p, ctypes.c_int32)
+        self.scratch_bytes.restype = self.call_bytes.restype = ctypes.c_int64
+        self.level.restype = self.levels.restype = ctypes.c_char_p
+
+
+def library_path() -> Path:
+    """Where the library is; ATTNBIAS_CPU_LIBRARY names another one, for tests of a sanitized build."""
+    named = os.environ.get("ATTNBIAS_CPU_LIBRARY")
+    return Path(named) if named else Path(__file__).parent.parent / "libattnbias.so"
+
+
+@cache
+def _load() -> _Library | str:
+    """Load the library, or say in words why that cannot be done."""
+    path = library_path()
+    if not path.exists():
+        return "library: attnbias was installed without its C++ library (no compiler was found)"
+    try:
+        return _Library(path)
+    except OSError as error:
+        return f"library: {error}"
+
+
+def missing() -> str | None:
+    """Say why there is no library, or None."""
+    found = _load()
+    return found if isinstance(found, str) else None
+
+
+def library() -> _Library:
+    """Return the library or raise."""
+    found = _load()
+    if isinstance(found, str):
+        raise OSError(found)
+    return found
+
+
+def level() -> str:
+    """Name the instruction level in use."""
+    return str(library().level().decode())
+
+
+def levels() -> list[str]:
+    """Name the instruction levels that this machine can run, best first."""
+    return str(library().levels().decode()).split()
+
+
+def force_level(wanted: str | None) -> None:
+    """Use one instruction level from now on, or the best again with None; for tests."""
+    if library().force_level((wanted or "").encode()):
+        raise ValueError(f"level: wanted one of {', '.join(levels())}, got {wanted!r}")
+
+
+def why_not(problem: Problem) -> list[str]:
+    """Say what keeps the C++ kernels from running this problem."""
+    query, value = problem.query, problem.value
+    D, E = query.shape[3], value.shape[3]
+    found = _load()
+    refused = (
+        (isinstance(found, str), found),
+        (query.device.type != "cpu", f"device: only the CPU, got {query.device}"),
+        (query.dtype not in _DTYPES, f"dtype: float32, bfloat16 or float16, got {query.dtype}"),
+        (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
+        (problem.score is not None, f"score: only the dot product (None), got {problem.score!r}"),
+        (bool(problem.terms), f"terms: none on the CPU kernels yet, got {len(problem.terms)}"),
+        (problem.sink is not None, "sink: not on the CPU kernels yet"),
+        (problem.dropout_p > 0, f"dropout_p: only 0 on the CPU kernels yet, got {problem.dropout_p}"),
+    )
+    return [str(words) for is_so, words in refused if is_so]
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """Compute out [B, H, Q, E] and lse [B, H, Q]."""
+    query = call.query
+    B, H, Q, D = query.shape
+    E = call.value.shape[3]
+    is_plain = E == D and query.is_contiguous()  # the usual case, told apart quickly
+    out = torch.empty_like(query) if is_plain else empty_like_query(query, E)
+    lse = query.new_empty((B, H, Q), dtype=torch.float32)
+    inputs = _dense(query), _dense(call.key), _dense(call.value)
+    head = _head(call, inputs, out, lse)
+    layout, needs_scratch = _layout(call.layout)
+    run = library()
+    _run(run.forward, run.scratch_bytes if needs_scratch else None, head, layout, 0)
+    return out, lse
+
+
+def backward(
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Compute the gradients of (query, key, value); no elements where not needed."""
+    inputs = _dense(call.query), _dense(call.key), _dense(call.value)
+    grads = [
+        torch.empty_like(x) if need else x.new_empty(0)
+        for x, need in zip((call.query, call.key, call.value), needs, strict=False)
+    ]
+    # A gradient lies in memory like its input; the kernels write dense rows.
+    written = [_empty_dense(grad) for grad in grads]
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+    head = _head(
+        call,
+        inputs,
+        _dense(out),
+        lse,
+        _dense(grad_out),
+        [x if need else None for x, need in zip(written, needs, strict=False)],
+        grad_lse,
+    )
+    layout, _ = _layout(call.layout)
+    run = library()
+    _run(run.backward, run.scratch_bytes, head, layout, 1)
+    for grad, rows in zip(grads, written, strict=True):
+        if rows is not grad:
+            grad.copy_(rows)
+    return [*grads, *(call.query.new_empty(0) for _ in needs[3:])]
+
+
+def _run(function: object, scratch_bytes: object, head: bytes, layout: bytes, is_backward: int) -> None:
+    """Call the library, with scratch where it wants some."""
+    scratch = None
+    tail = _NO_SCRATCH
+    if scratch_bytes is not None:
+        count = scratch_bytes(head + tail + layout, is_backward)  # type: ignore[operator]
+        if count:
+            scratch = torch.empty(count + 64, dtype=torch.uint8)
+            start = scratch.data_ptr()
+            tail = _SCRATCH.pack(start + -start % 64, count)
+    status = function(head + tail + layout)  # type: ignore[operator]
+    if status:
+        raise RuntimeError(f"the CPU kernels failed: {_ERRORS.get(status, status)}")
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return x, or a copy whose columns are dense."""
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def _empty_dense(x: Tensor) -> Tensor:
+    return x if x.dim() != 4 or x.stride(3) == 1 or x.shape[3] == 1 else x.new_empty(x.shape)
+
+
+def _tensor(x: Tensor | None) -> tuple[int, ...]:
+    """Return the fields of an ab_tensor."""
+    if x is None:
+        return _NONE
+    b, h, row, _ = x.stride()
+    return x.data_ptr(), b, h, row, _DTYPES[x.dtype], 0
+
+
+def _head(
+    call: Call,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor | None = None,
+    grads: Sequence[Tensor | None] = (None, None, None),
+    grad_lse: Tensor | None = None,
+) -> bytes:
+    """Return an ab_call up to its scratch."""
+    query, key, value = inputs
+    B, H, Q, D = query.shape
+    _, Hk, K, E = value.shape
+    return _HEAD.pack(
+        *(B, H, Hk, Q, K, D, E),
+        *_tensor(query),
+        *_tensor(key),
+        *_tensor(value),
+        *_tensor(out),
+        *_tensor(grad_out),
+        *_tensor(grads[0]),
+        *_tensor(grads[1]),
+        *_tensor(grads[2]),
+        *(lse.data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr(), 0, 0),
+        *(0, 0),
+        *(call.scale, call.softcap),
+        *(torch.get_num_threads(), 0),
+    )
+
+
+def _layout(layout: Layout) -> tuple[bytes, bool]:
+    """Return an ab_layout, and whether a forward pass over it needs scratch."""
+    buffer = layout.buffer
+    # Kept on the tensor: the op makes a new Layout around it in every call.
+    kept: tuple[int, bytes, bool] | None = getattr(buffer, "_attnbias_cpu", None)
+    start = buffer.data_ptr()
+    if kept is None or kept[0] != start:
+        offsets = layout.where.tolist()[len(SIZES) :]
+        sizes = layout.sizes
+        packed = _LAYOUT.pack(
+            *(sizes["batch"], sizes["heads"], sizes["groups"], sizes["tile"]),
+            *(sizes["tiles"], sizes["patterns_count"], sizes["edges"], 0),
+            *(start + 4 * offset for offset in offsets),
+        )
+        few = sizes["q_len"] <= FEW
+        kept = (start, packed, few or sizes["groups"] > 1 or sizes["edges"] > 0)
+        buffer._attnbias_cpu = kept  # type: ignore[attr-defined]
+    return kept[1], kept[2]

@@ -1,0 +1,99 @@
+// The C interface of the CPU kernels: one plain struct in, an error code out. No torch, no exceptions.
+//
+// Sizes are those of attention(query [B, H, Q, D], key [B, Hk, K, D], value [B, Hk, K, E]); query head h
+// reads key head h / (H / Hk). The score of a related pair is softcap(scale * q.k) + edge bias, where
+// softcap(s) = c * tanh(s / c), or s when c is 0. A query without keys has out 0, lse -inf and gradients
+// of exactly 0.
+#ifndef ATTNBIAS_H
+#define ATTNBIAS_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define AB_EXPORT __attribute__((visibility("default")))
+#else
+#define AB_EXPORT
+#endif
+
+// Grows with every change of a struct or of a function below; who loads the library compares it.
+#define AB_ABI_VERSION 1
+
+enum ab_dtype { AB_FLOAT32 = 0, AB_BFLOAT16 = 1, AB_FLOAT16 = 2 };
+
+enum ab_status {
+  AB_OK = 0,
+  AB_NO_MEMORY = 1,      // a buffer of a thread could not be had
+  AB_SMALL_SCRATCH = 2,  // scratch_bytes is below ab_scratch_bytes
+  AB_BAD_ARGUMENT = 3    // a size or dtype that the kernels do not take
+};
+
+// [batch, head, row, column] in memory: strides in elements, columns dense.
+typedef struct ab_tensor {
+  void *data;
+  int64_t batch, head, row;
+  int32_t dtype;   // enum ab_dtype
+  int32_t unused;  // keeps the size a multiple of 8 on every platform
+} ab_tensor;
+
+// The fields of a Layout, as its docstring describes them.
+typedef struct ab_layout {
+  int32_t batch, heads, groups;  // batch is 1 or B, heads is 1 or H
+  int32_t tile;                  // 64 or 128
+  int32_t tiles, patterns_count, edges;
+  int32_t unused;
+  const int32_t *group;                           // [batch, heads]
+  const int32_t *q_ptr, *q_tile, *q_mark;         // [G, q_tiles, 3], [tiles + 1], [tiles + 1]
+  const int32_t *k_ptr, *k_tile, *k_mark;         // [G, k_tiles, 3], [tiles + 1], [tiles + 1]
+  const int32_t *patterns, *patterns_t;           // [P, tile, tile / 32]; rows are queries, keys
+  const int32_t *q_order, *k_order;               // [G * q_tiles], [G * k_tiles]
+  const int32_t *edge_ptr, *edge_key, *edge_id;   // [G * Q + 1], [edges], [edges]
+  const int32_t *col_ptr, *col_query, *col_edge;  // [G * K + 1], [edges], [edges]
+} ab_layout;
+
+typedef struct ab_call {
+  int64_t B, H, Hk, Q, K, D, E;
+  ab_tensor q, k, v;       // of one dtype
+  ab_tensor out;           // written by ab_forward, read by ab_backward
+  ab_tensor dout;          // backward only, of the dtype of q
+  ab_tensor dq, dk, dv;    // backward only; data NULL = not wanted
+  float *lse;              // [B, H, Q], dense, natural logarithm; written by forward, read by backward
+  const float *dlse;       // [B, H, Q], dense; NULL = 0
+  const float *edge_bias;  // [edge_id, head] by its strides; NULL = 0
+  float *dedge_bias;       // the same strides; NULL = not wanted
+  int64_t bias_edge, bias_head;  // strides in elements; bias_head 0 = one value for all heads
+  float scale, softcap;          // softcap 0 = off
+  int32_t threads;               // at most; results do not depend on it
+  int32_t unused;
+  void *scratch;  // any contents, 64-byte aligned
+  int64_t scratch_bytes;
+  ab_layout layout;
+} ab_call;
+
+AB_EXPORT int32_t ab_abi_version(void);
+AB_EXPORT int64_t ab_call_bytes(void);  // sizeof(ab_call)
+
+// Bytes of scratch that the pass needs: read from the sizes, dtypes, pointers that are NULL or not, and
+// the sizes of the layout.
+AB_EXPORT int64_t ab_scratch_bytes(const ab_call *call, int32_t backward);
+
+// Both return an ab_status. Layouts are trusted: validate those of unknown origin before.
+AB_EXPORT int32_t ab_forward(const ab_call *call);
+AB_EXPORT int32_t ab_backward(const ab_call *call);
+
+// The instruction level in use, e.g. "avx2"; and all that this machine can run, best first, separated by
+// blanks.
+AB_EXPORT const char *ab_level(void);
+AB_EXPORT const char *ab_levels(void);
+
+// Use a level by name from now on ("" = the best again). AB_BAD_ARGUMENT: this machine cannot run it.
+AB_EXPORT int32_t ab_force_level(const char *name);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

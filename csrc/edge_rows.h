@@ -1,0 +1,335 @@
+// What the edge kernels do with the neighbours of a row: products with gathered rows, and sums of
+// gathered rows.
+#ifndef ATTNBIAS_EDGE_ROWS_H
+#define ATTNBIAS_EDGE_ROWS_H
+
+#include "simd.h"
+
+namespace AB_LEVEL {
+namespace edge {
+
+constexpr int64_t CHUNK = 256;  // scores that wait in a buffer between the passes over a row's edges
+constexpr int64_t BATCH = 64;   // rows whose scores share the buffer, at most
+constexpr int64_t AHEAD = 256;  // rows from a prefetch to its use
+constexpr int64_t MOST = 256;   // the largest D and E
+constexpr int BLOCK = 8;        // vectors of a gathered sum that stay in registers
+
+// Large functions that are called from several places: inlined in all they would take long to compile.
+#define AB_APART static __attribute__((noinline))
+
+// Rows of one head: `size` numbers each, a stride apart.
+template <class T>
+struct Rows {
+  T *data;
+  int64_t stride, size;
+
+  T *operator[](int64_t i) const { return data + i * stride; }
+};
+
+template <class T>
+AB_INLINE Rows<T> rows_of(const ab_tensor &tensor, int64_t b, int64_t h, int64_t size) {
+  T *data = static_cast<T *>(tensor.data);
+  return {data ? data + b * tensor.batch + h * tensor.head : data, tensor.row, size};
+}
+
+// The same row as float32 with zeros up to a whole vector: where it lies, or else copied to `buffer`.
+AB_INLINE const float *widen(const float *row, int64_t size, float *buffer) {
+  if (size % VL == 0) return row;
+  int64_t c = 0;
+  for (; c + VL <= size; c += VL) store(buffer + c, load(row + c));
+  store(buffer + c, load_some(row + c, size - c));
+  return buffer;
+}
+
+template <class T>
+AB_INLINE const float *widen(const T *row, int64_t size, float *buffer) {
+  int64_t c = 0;
+  for (; c + VL <= size; c += VL) store(buffer + c, load(row + c));
+  if (c < size) store(buffer + c, load_some(row + c, size - c));
+  return buffer;
+}
+
+// Where sums for `row` are collected: in place, or in `buffer` until narrow() rounds them once.
+AB_INLINE float *collect(float *row, float *) { return row; }
+template <class T>
+AB_INLINE float *collect(T *, float *buffer) {
+  return buffer;
+}
+
+AB_INLINE void narrow(float *, const float *, int64_t) {}
+template <class T>
+AB_INLINE void narrow(T *row, const float *sums, int64_t size) {
+  int64_t c = 0;
+  for (; c + VL <= size; c += VL) store(row + c, load(sums + c));
+  if (c < size) store_some(row + c, load_some(sums + c, size - c), size - c);
+}
+
+// y = alpha * x; x may be y, NULL is 0.
+AB_INLINE void scale_row(float alpha, const float *x, int64_t size, float *y) {
+  for (int64_t c = 0; c < size; c++) y[c] = x ? alpha * x[c] : 0.0f;
+}
+
+// y = x + sum_p rows[p], in order; x may be y, NULL is 0.
+AB_INLINE void add_rows(const float *x, int64_t size, const float *rows, int64_t count, int64_t stride,
+                        float *y) {
+  scale_row(1.0f, x, size, y);
+  for (int64_t p = 0; p < count; p++) {
+    for (int64_t c = 0; c < size; c++) y[c] += rows[p * stride + c];
+  }
+}
+
+// Shuffles within 16 bytes that turn two vectors into one of half their sums.
+#if AB_VECTOR_BYTES == 64
+#define AB_LANES_OF_4(a, b, c, d) \
+  a, b, c, d, a + 4, b + 4, c + 4, d + 4, a + 8, b + 8, c + 8, d + 8, a + 12, b + 12, c + 12, d + 12
+#elif AB_VECTOR_BYTES == 32
+#define AB_LANES_OF_4(a, b, c, d) a, b, c, d, a + 4, b + 4, c + 4, d + 4
+#else
+#define AB_LANES_OF_4(a, b, c, d) a, b, c, d
+#endif
+
+AB_INLINE F add_pair(F x, F y) {
+  return __builtin_shufflevector(x, y, AB_LANES_OF_4(0, VL, 1, VL + 1)) +
+         __builtin_shufflevector(x, y, AB_LANES_OF_4(2, VL + 2, 3, VL + 3));
+}
+
+// Every 16 bytes of the result hold a part of the sums of x[0] to x[3].
+AB_INLINE F add_four(const F *x) {
+  F y = add_pair(x[0], x[1]), z = add_pair(x[2], x[3]);
+  return __builtin_shufflevector(y, z, AB_LANES_OF_4(0, 1, VL, VL + 1)) +
+         __builtin_shufflevector(y, z, AB_LANES_OF_4(2, 3, VL + 2, VL + 3));
+}
+
+typedef float F4 __attribute__((vector_size(16)));
+typedef float AnyF4 __attribute__((vector_size(16), aligned(4), may_alias));
+
+// Store the sums of the lanes of J vectors: one tree for all costs a few instructions for each.
+template <int J>
+AB_INLINE void store_sums(const F *x, float *sums) {
+#if AB_VECTOR_BYTES == 64
+  if (J == 16) {
+    F a = add_four(x), b = add_four(x + 4), c = add_four(x + 8), d = add_four(x + 12);
+    F ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    F cd = __builtin_shufflevector(c, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(c, d, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    store(sums,
+          __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+              __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+    return;
+  }
+#elif AB_VECTOR_BYTES == 32
+  if (J == 8) {
+    F a = add_four(x), b = add_four(x + 4);
+    store(sums, __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+                    __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15));
+    return;
+  }
+#endif
+  AB_UNROLL
+  for (int j = 0; j < J; j += 4) {
+    F y = add_four(x + j);
+    F4 sum = __builtin_shufflevector(y, y, 0, 1, 2, 3);
+#if AB_VECTOR_BYTES == 64
+    sum = (sum + __builtin_shufflevector(y, y, 8, 9, 10, 11)) +
+          (__builtin_shufflevector(y, y, 4, 5, 6, 7) + __builtin_shufflevector(y, y, 12, 13, 14, 15));
+#elif AB_VECTOR_BYTES == 32
+    sum += __builtin_shufflevector(y, y, 4, 5, 6, 7);
+#endif
+    *(AnyF4 *)(sums + j) = sum;
+  }
+}
+
+// The sum of the lanes in the order of store_sums, so that equal rows give equal bits: dO . v and dO . out
+// of a row with a single key must cancel.
+AB_INLINE float ordered_sum(F x) {
+  const F four[4] = {x, F{}, F{}, F{}};
+  float sums[4];
+  store_sums<4>(four, sums);
+  return sums[0];
+}
+
+// e^x for x up to 88, 0 below -87.7 and for -inf; relative error 1e-7, whatever x: an edge's time goes into
+// its rows, so here (unlike in a tile) the score may stay what it is and the last bit may be right.
+AB_INLINE F exp_of(F x) {
+  x = maximum(splat(-88.0f), x);
+  const F magic = splat(12582912.0f + 127.0f);  // 1.5 * 2^23 rounds to an integer; the bias of exponents
+  const F t = x * splat(LOG2_E) + magic, n = t - magic;
+  F f = x - n * splat(0.693359375f);  // log 2 in two parts, of which the first times n is exact
+  f = f - n * splat(-2.12194440e-4f);
+  F p = f * splat(1.9875691500e-4f) + splat(1.3981999507e-3f);
+  p = p * f + splat(8.3334519073e-3f);
+  p = p * f + splat(4.1665795894e-2f);
+  p = p * f + splat(1.6666665459e-1f);
+  p = p * f + splat(5.0000001201e-1f);
+  p = p * (f * f) + f + splat(1.0f);
+  return p * (F)((I)t << 23);
+}
+
+// The natural logarithm of normal positive numbers; relative error 1e-7 (Cephes).
+AB_INLINE F ln_of(F x) {
+  const I bits = (I)((U)x - 0x3f3504f3u);  // fractions from sqrt(1/2) to sqrt(2); lanes may hold anything
+  const F e = __builtin_convertvector(bits >> 23, F);
+  const F f = (F)((bits & 0x007fffff) + 0x3f3504f3) - splat(1.0f), z = f * f;
+  F p = f * splat(7.0376836292e-2f) + splat(-1.1514610310e-1f);
+  p = p * f + splat(1.1676998740e-1f);
+  p = p * f + splat(-1.2420140846e-1f);
+  p = p * f + splat(1.4249322787e-1f);
+  p = p * f + splat(-1.6668057665e-1f);
+  p = p * f + splat(2.0000714765e-1f);
+  p = p * f + splat(-2.4999993993e-1f);
+  p = p * f + splat(3.3333331174e-1f);
+  p = p * f * z + e * splat(-2.12194440e-4f) - splat(0.5f) * z;
+  return f + p + e * splat(0.693359375f);
+}
+
+// The largest lane.
+AB_INLINE float largest(F x) {
+#if AB_VECTOR_BYTES == 64
+  x = maximum(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  x = maximum(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+#elif AB_VECTOR_BYTES == 32
+  x = maximum(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+#endif
+  x = maximum(x, __builtin_shufflevector(x, x, AB_LANES_OF_4(2, 3, 0, 1)));
+  x = maximum(x, __builtin_shufflevector(x, x, AB_LANES_OF_4(1, 0, 3, 2)));
+  return x[0];
+}
+
+// s[j] = x . rows[row[j]] for J neighbours at once; from `left` on the last one again. N whole vectors, or
+// as many as the rows have when N is 0.
+template <int J, int N, class T>
+AB_INLINE void dot_step(const float *x, const Rows<const T> &rows, const int32_t *row, int64_t left,
+                        float *s) {
+  const T *p[J];
+  AB_UNROLL
+  for (int j = 0; j < J; j++) p[j] = rows[row[j < left ? j : left - 1]];
+  F sum[J] = {};
+  AB_UNROLL
+  for (int c = 0; c < N; c++) {
+    const F a = load(x + c * VL);
+    AB_UNROLL
+    for (int j = 0; j < J; j++) sum[j] += a * load(p[j] + c * VL);
+  }
+  int64_t c = 0;
+  while (!N && c + VL <= rows.size) {
+    F part[J] = {};  // of 128 numbers: long rows add up in two levels
+    for (const int64_t stop = min64(c + 128, rows.size - rows.size % VL); c < stop; c += VL) {
+      const F a = load(x + c);
+      AB_UNROLL
+      for (int j = 0; j < J; j++) part[j] += a * load(p[j] + c);
+    }
+    AB_UNROLL
+    for (int j = 0; j < J; j++) sum[j] += part[j];
+  }
+  if (!N && c < rows.size) {
+    const F a = load(x + c);
+    AB_UNROLL
+    for (int j = 0; j < J; j++) sum[j] += a * load_some(p[j] + c, rows.size - c);
+  }
+  store_sums<J>(sum, s);
+}
+
+template <int N, class T>
+AB_INLINE void dot_steps(const float *x, const Rows<const T> &rows, const int32_t *row, int64_t n,
+                         float *s) {
+  int64_t j = 0;
+  for (; j + VL <= n; j += VL) dot_step<VL, N>(x, rows, row + j, VL, s + j);
+  for (; j < n; j += 4) dot_step<4, N>(x, rows, row + j, min64(n - j, 4), s + j);
+}
+
+// s[j] = x . rows[row[j]] for j < n; x is widened, s has room up to a whole vector. Usual sizes have code
+// of their own, with addresses that need no index.
+template <class T>
+AB_APART void dots(const float *x, const Rows<const T> &rows, const int32_t *row, int64_t n, float *s) {
+  switch (rows.size) {
+    case 32: return dot_steps<32 / VL>(x, rows, row, n, s);
+    case 64: return dot_steps<64 / VL>(x, rows, row, n, s);
+    case 128: return dot_steps<128 / VL>(x, rows, row, n, s);
+    default: return dot_steps<0>(x, rows, row, n, s);
+  }
+}
+
+// Fetch row i into the second cache. The machine does not foresee the order of neighbours, but those of a
+// graph in a good order lie near the diagonal: fetching that, AHEAD rows before, finds most of them.
+template <class T>
+AB_INLINE void prefetch(const Rows<const T> &rows, int64_t i, int64_t count) {
+  if (i >= count) return;
+  const char *p = (const char *)rows[i];
+  for (int64_t c = 0; c < rows.size * (int64_t)sizeof(T); c += 64) __builtin_prefetch(p + c, 0, 2);
+}
+
+// y = alpha * before + sum_j w[j] * rows[row[j]], for N vectors; several sets of sums where one would
+// wait for its own FMAs. `before` may be y, NULL is 0.
+template <int N, class T>
+AB_INLINE void gather_block(const float *w, const T *data, int64_t stride, const int32_t *row, int64_t n,
+                            float alpha, const float *before, float *y) {
+  constexpr int SETS = N <= 2 ? 4 : N <= 4 ? 2 : 1;
+  F sum[SETS][N] = {};
+  int64_t j = 0;
+  for (; j + SETS <= n; j += SETS) {
+    AB_UNROLL
+    for (int i = 0; i < SETS; i++) {
+      const T *p = data + row[j + i] * stride;
+      const F weight = splat(w[j + i]);
+      AB_UNROLL
+      for (int c = 0; c < N; c++) sum[i][c] += weight * load(p + c * VL);
+    }
+  }
+  for (; j < n; j++) {
+    const T *p = data + row[j] * stride;
+    const F weight = splat(w[j]);
+    AB_UNROLL
+    for (int c = 0; c < N; c++) sum[0][c] += weight * load(p + c * VL);
+  }
+  AB_UNROLL
+  for (int c = 0; c < N; c++) {
+    AB_UNROLL
+    for (int i = 1; i < SETS; i++) sum[0][c] += sum[i][c];
+    if (before) sum[0][c] += splat(alpha) * load(before + c * VL);  // last: long rows add up in two levels
+    store(y + c * VL, sum[0][c]);
+  }
+}
+
+// The same for the last, partial vector.
+template <class T>
+static void gather_some(const float *w, const T *data, int64_t stride, const int32_t *row, int64_t n,
+                        float alpha, const float *before, float *y, int64_t size) {
+  F sum = {};
+  for (int64_t j = 0; j < n; j++) sum += splat(w[j]) * load_some(data + row[j] * stride, size);
+  if (before) sum += splat(alpha) * load_some(before, size);
+  store_some(y, sum, size);
+}
+
+// y = alpha * before + sum_j w[j] * rows[row[j]].
+template <class T>
+AB_APART void gather(const float *w, const Rows<const T> &rows, const int32_t *row, int64_t n, float alpha,
+                     const float *before, float *y) {
+  const int64_t vectors = rows.size / VL;
+  int64_t blocks = (vectors + BLOCK - 1) / BLOCK, c = 0;
+  for (; blocks > 0; blocks--) {
+    const int64_t width = (vectors - c / VL + blocks - 1) / blocks;
+    const T *data = rows.data + c;
+    const float *from = before ? before + c : before;
+    switch (width) {
+      case 1: gather_block<1>(w, data, rows.stride, row, n, alpha, from, y + c); break;
+      case 2: gather_block<2>(w, data, rows.stride, row, n, alpha, from, y + c); break;
+      case 3: gather_block<3>(w, data, rows.stride, row, n, alpha, from, y + c); break;
+      case 4: gather_block<4>(w, data, rows.stride, row, n, alpha, from, y + c); break;
+      case 5: gather_block<5>(w, data, rows.stride, row, n, alpha, from, y + c); break;
+      case 6: gather_block<6>(w, data, rows.stride, row, n, alpha, from, y + c); break;
+      case 7: gather_block<7>(w, data, rows.stride, row, n, alpha, from, y + c); break;
+      default: gather_block<8>(w, data, rows.stride, row, n, alpha, from, y + c); break;
+    }
+    c += width * VL;
+  }
+  if (c < rows.size) {
+    gather_some(w, rows.data + c, rows.stride, row, n, alpha, before ? before + c : before, y + c,
+                rows.size - c);
+  }
+}
+
+}  // namespace edge
+}  // namespace AB_LEVEL
+
+#endif

@@ -1,0 +1,396 @@
+// One query head at a time: neighbours lie in the lanes of the scores.
+#ifndef ATTNBIAS_EDGE_SINGLE_H
+#define ATTNBIAS_EDGE_SINGLE_H
+
+#include "edge_rows.h"
+#include "score.h"
+
+namespace AB_LEVEL {
+namespace edge {
+
+// A softmax under way: the largest score, the sum of exp(score - m), and that of exp(score - m) * value.
+// `from` is where that lies, NULL for 0.
+struct Softmax {
+  float m, l;
+  const float *from;
+};
+
+AB_INLINE float finite_or_0(float m) { return m == -INFINITY ? 0.0f : m; }
+AB_INLINE float lse_of(float m, float l) { return l > 0.0f ? m + logf(l) : -INFINITY; }
+AB_INLINE float inverse_or_0(float l) { return l > 0.0f ? 1.0f / l : 0.0f; }
+
+template <class T>
+struct Single {
+  static constexpr int64_t HEADS = 1;
+
+  Rows<const T> q, k, v, o, dout;
+  Rows<T> out, dq, dk, dv;
+  Rows<const float> out_before, dq_before, dk_before, dv_before;  // what the tiles left; data may be NULL
+  const ab_call *before;
+  const float *lse_before;
+  float *lse;
+  const float *dlse;
+  float *dbias;
+  const ab_call &call;
+  const float *bias;  // NULL is 0
+  const int32_t *edge_key, *edge_id, *col_query, *col_edge;
+  int64_t origin;                      // the group's first edge
+  int64_t hand_edge = 2, hand_ds = 1;  // where `hand` has p of an edge, and how far from it dS
+
+  Single(const ab_call &the_call, const ab_call *the_tiles, int64_t b, int64_t h, int64_t first_edge)
+      : before(the_tiles), call(the_call) {
+    const int64_t hk = h / (call.H / call.Hk), D = call.D, E = call.E;
+    q = rows_of<const T>(call.q, b, h, D);
+    k = rows_of<const T>(call.k, b, hk, D);
+    v = rows_of<const T>(call.v, b, hk, E);
+    o = rows_of<const T>(call.out, b, h, E);
+    out = rows_of<T>(call.out, b, h, E);
+    dout = rows_of<const T>(call.dout, b, h, E);
+    dq = rows_of<T>(call.dq, b, h, D);
+    dk = rows_of<T>(call.dk, b, hk, D);
+    dv = rows_of<T>(call.dv, b, hk, E);
+    out_before = dq_before = dk_before = dv_before = {nullptr, 0, 0};
+    lse_before = nullptr;
+    if (before) {
+      out_before = rows_of<const float>(before->out, b, h, E);
+      dq_before = rows_of<const float>(before->dq, b, h, D);
+      dk_before = rows_of<const float>(before->dk, b, hk, D);
+      dv_before = rows_of<const float>(before->dv, b, hk, E);
+      lse_before = before->lse + (b * call.H + h) * call.Q;
+    }
+    lse = call.lse + (b * call.H + h) * call.Q;
+    dlse = call.dlse ? call.dlse + (b * call.H + h) * call.Q : nullptr;
+    dbias = call.dedge_bias ? call.dedge_bias + h * call.bias_head : nullptr;
+    bias = call.edge_bias ? call.edge_bias + h * call.bias_head : nullptr;
+    edge_key = call.layout.edge_key;
+    edge_id = call.layout.edge_id;
+    col_query = call.layout.col_query;
+    col_edge = call.layout.col_edge;
+    origin = first_edge;
+  }
+
+  // Go on to the next query head of the same key head.
+  void next_head(int64_t first_edge) {
+    q.data += call.q.head;
+    dout.data += call.dout.head;
+    if (bias) bias += call.bias_head;
+    origin = first_edge;
+  }
+
+  AB_INLINE const float *row_or_null(const Rows<const float> &rows, int64_t i) {
+    return rows.data ? rows[i] : nullptr;
+  }
+
+  // Turn n dot products into softcap(scale * q.k), and `slopes`, when wanted, into its derivative by q.k.
+  void scores(float *s, float *slopes, int64_t n) const {
+    for (int64_t j = 0; j < n; j += VL) {
+      F value = load(s + j) * splat(call.scale), slope = splat(call.scale);
+      if (call.softcap != 0) {
+        const F bent = tanh_of(value / splat(call.softcap));
+        value = bent * splat(call.softcap);
+        slope = slope * (splat(1.0f) - bent * bent);
+      }
+      store(s + j, value);
+      if (slopes) store(slopes + j, slope);
+    }
+  }
+
+  // Edge j stands at place[j] of edge_key, or at first + j.
+  void add_bias(float *s, int64_t first, const int32_t *place, int64_t n) const {
+    if (!bias) return;
+    for (int64_t j = 0; j < n; j++) {
+      s[j] += bias[edge_id[place ? place[j] : first + j] * call.bias_edge];
+    }
+  }
+
+  // Scores become weights, exp(score - m), after which the state holds m and l; the last vector is filled
+  // up with 0. Returns what the state's sum is to be multiplied by.
+  AB_INLINE float weights(float *s, int64_t n, Softmax &state) {
+    for (int64_t j = n; j % VL; j++) s[j] = -INFINITY;
+    F most = splat(state.m);
+    for (int64_t j = 0; j < n; j += VL) most = maximum(most, load(s + j));
+    const float m = largest(most), base = finite_or_0(m);
+    const float alpha = state.m == m ? 1.0f : expf(state.m - base);
+    F sum = {};
+    for (int64_t j = 0; j < n; j += VL) {
+      const F p = exp_of(load(s + j) - splat(base));
+      store(s + j, p);
+      sum += p;
+    }
+    state.l = state.l * alpha + sum_of(sum);
+    state.m = m;
+    return alpha;
+  }
+
+  // Add the edges [first, last) of row i to a softmax: y gets the sum of weights times values.
+  void attend(int64_t i, int64_t first, int64_t last, Softmax &state, float *y) const {
+    alignas(64) float s[CHUNK + VL], wide[MOST + VL];
+    const float *x = widen(q[i], q.size, wide);
+    for (; first < last; first += CHUNK) {
+      const int64_t n = min64(last - first, CHUNK);
+      const int32_t *key = edge_key + first;
+      dots(x, k, key, n, s);
+      scores(s, nullptr, n);
+      add_bias(s, first, nullptr, n);
+      const float alpha = weights(s, n, state);
+      gather(s, v, key, n, alpha, state.from, y);
+      state.from = y;
+    }
+  }
+
+  Softmax start(int64_t i) const {
+    if (!lse_before || lse_before[i] == -INFINITY) return {-INFINITY, 0.0f, nullptr};
+    return {lse_before[i], 1.0f, out_before[i]};
+  }
+
+  // A row of more than CHUNK edges.
+  void forward_row(int64_t i, int64_t first, int64_t last) const {
+    alignas(64) float sums[MOST];
+    Softmax state = start(i);
+    float *y = collect(out[i], sums);
+    attend(i, first, last, state, y);
+    scale_row(inverse_or_0(state.l), y, out.size, y);
+    narrow(out[i], y, out.size);
+    lse[i] = lse_of(state.m, state.l);
+  }
+
+  // Rows [row, end) of a few edges each, CHUNK in all: step by step for all rows, because the steps of one
+  // row wait for each other.
+  void forward_rows(int64_t row, int64_t end, const int32_t *ptr) const {
+    alignas(64) float s[CHUNK + BATCH * VL], wide[MOST + VL], sums[MOST], m[BATCH + VL], l[BATCH + VL];
+    float scale[BATCH];
+    int64_t at = 0;
+    for (int64_t i = row; i < end; i++) {
+      const int64_t n = ptr[i + 1] - ptr[i];
+      const int32_t *key = edge_key + ptr[i];
+      prefetch(k, i + AHEAD, call.K);
+      prefetch(v, i + AHEAD, call.K);
+      dots(widen(q[i], q.size, wide), k, key, n, s + at);
+      at += round_up(n, VL);
+    }
+    scores(s, nullptr, at);
+    at = 0;
+    for (int64_t i = row; i < end; i++) {
+      const int64_t n = ptr[i + 1] - ptr[i];
+      Softmax state = start(i);
+      add_bias(s + at, ptr[i], nullptr, n);
+      const float alpha = weights(s + at, n, state), by = inverse_or_0(state.l);
+      for (int64_t j = 0; j < n; j += VL) store(s + at + j, load(s + at + j) * splat(by));
+      m[i - row] = state.m;
+      l[i - row] = state.l;
+      at += round_up(n, VL);
+      scale[i - row] = alpha * by;
+    }
+    at = 0;
+    for (int64_t i = row; i < end; i++) {
+      const int64_t n = ptr[i + 1] - ptr[i];
+      float *y = collect(out[i], sums);
+      gather(s + at, v, edge_key + ptr[i], n, scale[i - row], start(i).from, y);
+      narrow(out[i], y, out.size);
+      at += round_up(n, VL);
+    }
+    for (int64_t i = row; i < end; i += VL) {
+      const F total = load(l + (i - row)), value = load(m + (i - row)) + ln_of(total);
+      const F safe = total > splat(0.0f) ? value : splat(-INFINITY);
+      if (i + VL <= end) {
+        store(lse + i, safe);
+      } else {
+        store_some(lse + i, safe, end - i);
+      }
+    }
+  }
+
+  // A piece of a long row: its sum, then m and l.
+  void forward_piece(int64_t i, int64_t first, int64_t last, float *piece) const {
+    Softmax state = {-INFINITY, 0.0f, nullptr};
+    attend(i, first, last, state, piece);
+    piece[v.size] = state.m;
+    piece[v.size + 1] = state.l;
+  }
+
+  void forward_merge(int64_t i, const float *pieces, int64_t count, int64_t stride) const {
+    alignas(64) float sums[MOST];
+    const int64_t E = v.size;
+    const Softmax state = start(i);
+    float m = state.m, l = 0.0f;
+    for (int64_t p = 0; p < count; p++) m = fmaxf(m, pieces[p * stride + E]);
+    const float base = finite_or_0(m);
+    l = state.l * expf(state.m - base);
+    for (int64_t p = 0; p < count; p++) {
+      l += pieces[p * stride + E + 1] * expf(pieces[p * stride + E] - base);
+    }
+    const float by = inverse_or_0(l);
+    float *y = collect(out[i], sums);
+    scale_row(by * expf(state.m - base), state.from, E, y);
+    for (int64_t p = 0; p < count; p++) {
+      const float alpha = by * expf(pieces[p * stride + E] - base);
+      for (int64_t c = 0; c < E; c++) y[c] += alpha * pieces[p * stride + c];
+    }
+    narrow(out[i], y, E);
+    lse[i] = lse_of(m, l);
+  }
+
+  // lse, and what is subtracted from dO . v: dO . out - dlse. Both 0 for an empty row,
+  // whose lse is a constant.
+  void statistics(int64_t i, float *both) const {
+    F sum = {};
+    int64_t c = 0;
+    for (; c + VL <= o.size; c += VL) sum += load(o[i] + c) * load(dout[i] + c);
+    if (c < o.size) sum += load_some(o[i] + c, o.size - c) * load_some(dout[i] + c, o.size - c);
+    const bool empty = lse[i] == -INFINITY;
+    both[0] = empty ? 0.0f : lse[i];
+    both[1] = empty ? 0.0f : ordered_sum(sum) - (dlse ? dlse[i] : 0.0f);
+  }
+
+  // s becomes p and d, which holds dO . v, the gradient by q . k; `slopes` becomes that by the score.
+  AB_INLINE void weigh(float *s, float *d, float *slopes, F lse_, F delta, int64_t j) {
+    const F p = exp_of(load(s + j) - lse_);
+    const F by_score = p * (load(d + j) - delta);
+    store(s + j, p);
+    store(d + j, by_score * load(slopes + j));
+    store(slopes + j, by_score);
+  }
+
+  // Put the results of n edges where they are wanted.
+  void keep(const float *p, const float *d, const float *by_score, int64_t first, int64_t n,
+            float *hand) const {
+    for (int64_t j = 0; dbias && j < n; j++) dbias[edge_id[first + j] * call.bias_edge] += by_score[j];
+    for (int64_t j = 0; hand && j < n; j++) {
+      float *pair = hand + hand_edge * (first - origin + j);
+      pair[0] = p[j];
+      pair[hand_ds] = d[j];
+    }
+  }
+
+  // The edges [first, last) of row i: y = from + dq, dbias, and (p, dS) of each edge in `hand`; y and
+  // hand may be NULL.
+  void backward_edges(int64_t i, int64_t first, int64_t last, const float *from, float *y,
+                      float *hand) const {
+    alignas(64) float s[CHUNK + VL], d[CHUNK + VL], slopes[CHUNK + VL], wide[MOST + VL], wide_g[MOST + VL];
+    const float *x = widen(q[i], q.size, wide), *g = widen(dout[i], dout.size, wide_g);
+    float both[2];
+    statistics(i, both);
+    const F lse_ = splat(both[0]), delta = splat(both[1]);
+    for (; first < last; first += CHUNK) {
+      const int64_t n = min64(last - first, CHUNK);
+      const int32_t *key = edge_key + first;
+      dots(x, k, key, n, s);
+      dots(g, v, key, n, d);
+      scores(s, slopes, n);
+      add_bias(s, first, nullptr, n);
+      for (int64_t j = 0; j < n; j += VL) weigh(s, d, slopes, lse_, delta, j);
+      keep(s, d, slopes, first, n, hand);
+      if (y) {
+        gather(d, k, key, n, 1.0f, from, y);
+        from = y;
+      }
+    }
+  }
+
+  void backward_row(int64_t i, int64_t first, int64_t last, float *hand) const {
+    alignas(64) float sums[MOST];
+    if (!dq.data) return backward_edges(i, first, last, nullptr, nullptr, hand);
+    const float *from = row_or_null(dq_before, i);
+    float *y = collect(dq[i], sums);
+    if (first == last) scale_row(1.0f, from, dq.size, y);
+    backward_edges(i, first, last, from, y, hand);
+    narrow(dq[i], y, dq.size);
+  }
+
+  // As forward_rows.
+  void backward_rows(int64_t row, int64_t end, const int32_t *ptr, float *hand) const {
+    alignas(64) float s[CHUNK + BATCH * VL], d[CHUNK + BATCH * VL], slopes[CHUNK + BATCH * VL];
+    alignas(64) float wide[MOST + VL], sums[MOST], both[BATCH][2];
+    int64_t at = 0;
+    for (int64_t i = row; i < end; i++) {
+      const int64_t n = ptr[i + 1] - ptr[i];
+      const int32_t *key = edge_key + ptr[i];
+      prefetch(k, i + AHEAD, call.K);
+      prefetch(v, i + AHEAD, call.K);
+      statistics(i, both[i - row]);
+      dots(widen(q[i], q.size, wide), k, key, n, s + at);
+      dots(widen(dout[i], dout.size, wide), v, key, n, d + at);
+      at += round_up(n, VL);
+    }
+    scores(s, slopes, at);
+    at = 0;
+    for (int64_t i = row; i < end; i++) {
+      const int64_t n = ptr[i + 1] - ptr[i];
+      add_bias(s + at, ptr[i], nullptr, n);
+      const F lse_ = splat(both[i - row][0]), delta = splat(both[i - row][1]);
+      for (int64_t j = at; j < at + n; j += VL) weigh(s, d, slopes, lse_, delta, j);
+      keep(s + at, d + at, slopes + at, ptr[i], n, hand);
+      at += round_up(n, VL);
+    }
+    at = 0;
+    for (int64_t i = row; dq.data && i < end; i++) {
+      const int64_t n = ptr[i + 1] - ptr[i];
+      float *y = collect(dq[i], sums);
+      gather(d + at, k, edge_key + ptr[i], n, 1.0f, row_or_null(dq_before, i), y);
+      narrow(dq[i], y, dq.size);
+      at += round_up(n, VL);
+    }
+  }
+
+  void backward_piece(int64_t i, int64_t first, int64_t last, float *hand, float *piece) const {
+    backward_edges(i, first, last, nullptr, dq.data ? piece : nullptr, hand);
+  }
+
+  void backward_merge(int64_t i, const float *pieces, int64_t count, int64_t stride) const {
+    if (!dq.data) return;
+    alignas(64) float sums[MOST];
+    float *y = collect(dq[i], sums);
+    add_rows(row_or_null(dq_before, i), dq.size, pieces, count, stride, y);
+    narrow(dq[i], y, dq.size);
+  }
+
+  // p and dS of n edges of column j, computed anew; `stats` has what statistics() gave for each query.
+  void recompute(int64_t first, int64_t n, const float *x, const float *y, const float *stats, float *s,
+                 float *d) const {
+    alignas(64) float slopes[CHUNK + VL], lse_[CHUNK + VL], delta[CHUNK + VL];
+    const int32_t *query = col_query + first;
+    dots(x, q, query, n, s);
+    dots(y, dout, query, n, d);
+    scores(s, slopes, n);
+    add_bias(s, 0, col_edge + first, n);
+    for (int64_t j = 0; j < n; j++) {
+      const float *both = stats + 2 * int64_t{query[j]};
+      lse_[j] = both[0];
+      delta[j] = both[1];
+    }
+    for (int64_t j = 0; j < n; j += VL) weigh(s, d, slopes, load(lse_ + j), load(delta + j), j);
+  }
+
+  // The edges [first, last) of column j: key_sum = key_from + dk, and so for dv; NULL is not wanted. From
+  // `hand`, or from `stats` when there is none.
+  void column(int64_t j, int64_t first, int64_t last, const float *hand, const float *stats,
+              const float *key_from, float *key_sum, const float *value_from, float *value_sum) const {
+    alignas(64) float s[CHUNK + VL], d[CHUNK + VL], wide_k[MOST + VL], wide_v[MOST + VL];
+    const float *x = nullptr, *y = nullptr;
+    if (key_sum) prefetch(q, j + AHEAD, call.Q);
+    if (value_sum) prefetch(dout, j + AHEAD, call.Q);
+    if (!hand) {
+      x = widen(k[j], k.size, wide_k);
+      y = widen(v[j], v.size, wide_v);
+    }
+    for (; first < last; first += CHUNK) {
+      const int64_t n = min64(last - first, CHUNK);
+      const int32_t *query = col_query + first;
+      if (!hand) recompute(first, n, x, y, stats, s, d);
+      for (int64_t e = 0; hand && e < n; e++) {
+        const float *pair = hand + hand_edge * (col_edge[first + e] - origin);
+        s[e] = pair[0];
+        d[e] = pair[hand_ds];
+      }
+      if (value_sum) gather(s, dout, query, n, 1.0f, value_from, value_sum);
+      if (key_sum) gather(d, q, query, n, 1.0f, key_from, key_sum);
+      value_from = value_sum;
+      key_from = key_sum;
+    }
+  }
+};
+
+}  // namespace edge
+}  // namespace AB_LEVEL
+
+#endif

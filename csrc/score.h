@@ -1,0 +1,64 @@
+// The score of a related pair, softcap(scale * q.k), written here once for all tile kernels.
+//
+// Both passes form q.k from unscaled numbers in the order of the columns, so that they get the same bits,
+// and multiply it inside the FMA that subtracts the row's maximum or lse: no score is ever rounded.
+#ifndef ATTNBIAS_SCORE_H
+#define ATTNBIAS_SCORE_H
+
+#include "simd.h"
+
+namespace AB_LEVEL {
+
+#if defined(__FMA__) || defined(__aarch64__)
+constexpr bool FUSED = true;  // x * y - z is rounded once
+#else
+constexpr bool FUSED = false;
+#endif
+
+constexpr float LOWEST = -FLT_MAX;  // where maxima start: finite, so that -inf - LOWEST is -inf
+
+struct Score {
+  float sign;          // what q or k is packed with: 1, -1 or 0, so that `factor` is positive
+  float factor;        // score = factor * raw(sign * q.k), in units of log 2
+  float inner, outer;  // with softcap raw(x) = outer * tanh(inner * x)
+  bool capped;
+
+  explicit Score(const ab_call &call) : capped(call.softcap != 0) {
+    sign = capped || call.scale > 0 ? 1.0f : call.scale < 0 ? -1.0f : 0.0f;
+    factor = capped || call.scale == 0 ? 1.0f : fabsf(call.scale) * LOG2_E;
+    inner = capped ? call.scale / call.softcap : 0.0f;
+    outer = call.softcap * LOG2_E;
+  }
+
+  AB_LAMBDA F raw(F product) const {
+    return capped ? splat(outer) * tanh_of(splat(inner) * product) : product;
+  }
+
+  // Split a row's lse, so that below() gets score - lse with a rounding of the difference only.
+  AB_LAMBDA void split(float lse, float *rounded, float *rest) const {
+    const double exact = (double)lse * 1.44269504088896340736 / (FUSED ? 1.0 : (double)factor);
+    const bool empty = lse == -INFINITY;  // 2^below is then 0
+    *rounded = empty ? INFINITY : (float)exact;
+    *rest = empty ? 0 : (float)(exact - (double)*rounded);
+  }
+
+  AB_LAMBDA F below(F raw_score, float rounded, float rest) const {
+    if (FUSED) return raw_score * splat(factor) - splat(rounded) - splat(rest);
+    return (raw_score - splat(rounded) - splat(rest)) * splat(factor);
+  }
+
+  // The score's derivative by scale * q.k.
+  AB_LAMBDA F slope(F raw_score) const {
+    F t = raw_score * splat(1 / outer);
+    return splat(1.0f) - t * t;
+  }
+};
+
+// log(total * 2^top), the lse of a row; -inf for a row without keys.
+AB_INLINE float log_of(float top, float total) {
+  return total == 0 ? -INFINITY : (float)((double)top * 0.69314718055994530942 + (double)logf(total));
+}
+
+}  // namespace AB_LEVEL
+
+#endif

@@ -1,0 +1,388 @@
+// The backward pass over tiles, one key tile after the other.
+//
+// Lanes are keys. K^T and V^T are packed in panels of LANES keys; rows of Q and dO are read where they lie:
+//   P = 2^(Q K^T - lse),  dS = P * (dO V^T - delta) * scale,  delta = rowsum(dO * out) - dlse,
+//   dV += P^T dO,  dK += dS^T Q,  dQ += dS K.
+// dK and dV stay with the thread that has the key tile. dQ is shared: the key tiles of a head are added to
+// a query tile in ascending order, each waiting for its turn, so that no copies of dQ are needed and no
+// result depends on the number of threads.
+#ifndef ATTNBIAS_TILES_BACKWARD_H
+#define ATTNBIAS_TILES_BACKWARD_H
+
+#include <sched.h>
+
+#include "items.h"
+#include "pack.h"
+#include "score.h"
+
+namespace AB_LEVEL::tiles {
+
+constexpr int64_t MOST_ROWS = 128;  // of a tile
+
+// What all threads share, in scratch.
+struct BackwardShared {
+  float *delta;    // [B, H, Q]
+  int32_t *rank;   // [tiles + 1], by key: how many key tiles come before it at its query tile
+  int32_t *count;  // [G, q_tiles]: how many key tiles a query tile has
+  int32_t *done;   // [B, H, q_tiles]: how many of them are in dq
+  ab_tensor dq;    // float32: the caller's or in scratch
+
+  // Lay out from `memory` on, which moves to the end.
+  BackwardShared(const ab_call &call, char *&memory) {
+    const ab_layout &layout = call.layout;
+    const int64_t tiles = tiles_of(call.Q, layout.tile);
+    delta = cut<float>(memory, call.B * call.H * call.Q);
+    dq = call.dq;
+    rank = count = done = nullptr;
+    if (!call.dq.data) return;
+    rank = cut<int32_t>(memory, layout.tiles + 1);
+    count = cut<int32_t>(memory, layout.groups * tiles);
+    done = cut<int32_t>(memory, call.B * call.H * tiles);
+    if (call.dq.dtype == AB_FLOAT32) return;
+    float *data = cut<float>(memory, call.B * call.H * call.Q * call.D);
+    dq = {data, call.H * call.Q * call.D, call.Q * call.D, call.D, AB_FLOAT32, 0};
+  }
+};
+
+// What a thread keeps of a key tile.
+struct BackwardBuffer {
+  int64_t width, value_width;  // D and E rounded up to VL
+  int64_t row;                 // of probs, d_scores and slopes, not a power of 2 for the caches' sake
+  float *keys, *values;        // [tile, width], [tile, value_width], where they cannot be read in place
+  float *queries, *d_out;      // likewise
+  float *keys_t, *values_t;    // [panels, D, LANES], [panels, E, LANES]
+  float *d_keys, *d_values;    // [tile, width], [tile, value_width]
+  float *probs, *d_scores, *slopes;  // [tile, row]; slopes with softcap only
+  float *lse, *lse_rest;             // [tile], as Score::split gives them
+
+  // Lay out from `memory` on, which moves to the end.
+  BackwardBuffer(const ab_call &call, char *&memory)
+      : width(round_up(call.D, VL)), value_width(round_up(call.E, VL)), row(call.layout.tile + 16) {
+    const int64_t tile = call.layout.tile;
+    keys = cut<float>(memory, tile * width);
+    values = cut<float>(memory, tile * value_width);
+    queries = cut<float>(memory, tile * width);
+    d_out = cut<float>(memory, tile * value_width);
+    keys_t = cut<float>(memory, tile * call.D);
+    values_t = cut<float>(memory, tile * call.E);
+    d_keys = cut<float>(memory, tile * width);
+    d_values = cut<float>(memory, tile * value_width);
+    probs = cut<float>(memory, tile * row);
+    d_scores = cut<float>(memory, tile * row);
+    slopes = cut<float>(memory, call.softcap != 0 ? tile * row : 0);
+    lse = cut<float>(memory, tile);
+    lse_rest = cut<float>(memory, tile);
+  }
+};
+
+// A query tile as one key tile meets it.
+struct Meeting {
+  Rows queries, d_out;
+  const float *delta;   // [count]
+  int64_t count;        // of queries
+  const int32_t *bits;  // of the first query; NULL = every pair is related
+};
+
+// A strip of queries and the panels of keys, one bit each, that have a pair with it.
+struct Strip {
+  int64_t first, count;
+  uint32_t panels;
+};
+
+// P of a strip of queries and a panel of keys; 0 where unrelated.
+template <int MR>
+AB_INLINE void compute_probs(const ab_call &call, const Score &score, const BackwardBuffer &buffer,
+                             const Meeting &meeting, int64_t r, int64_t panel) {
+  Sums<MR, 2> sums;
+  clear(sums);
+  add_rows(sums, call.D, meeting.queries.at + r * meeting.queries.row, meeting.queries.row,
+           buffer.keys_t + panel * LANES * call.D, LANES);
+  const int64_t first = panel * LANES, words = call.layout.tile / 32;
+  AB_UNROLL
+  for (int i = 0; i < MR; i++) {
+    const uint32_t related =
+        meeting.bits ? (uint32_t)meeting.bits[(r + i) * words + first / 32] >> first % 32 : 0;
+    const int64_t at = (r + i) * buffer.row + first;
+    AB_UNROLL
+    for (int c = 0; c < 2; c++) {
+      F raw = score.raw(sums.at[i][c]);
+      F p = exp2_of(score.below(raw, buffer.lse[r + i], buffer.lse_rest[r + i]));
+      if (meeting.bits) p = choose(related >> (c * VL), p, F{});
+      store(buffer.probs + at + c * VL, p);
+      if (score.capped) store(buffer.slopes + at + c * VL, score.slope(raw));
+    }
+  }
+}
+
+// dS of the same.
+template <int MR>
+AB_INLINE void compute_d_scores(const ab_call &call, const BackwardBuffer &buffer, const Meeting &meeting,
+                                int64_t r, int64_t panel) {
+  Sums<MR, 2> sums;
+  clear(sums);
+  add_rows(sums, call.E, meeting.d_out.at + r * meeting.d_out.row, meeting.d_out.row,
+           buffer.values_t + panel * LANES * call.E, LANES);
+  AB_UNROLL
+  for (int i = 0; i < MR; i++) {
+    const int64_t at = (r + i) * buffer.row + panel * LANES;
+    AB_UNROLL
+    for (int c = 0; c < 2; c++) {
+      F d = load(buffer.probs + at + c * VL) * splat(call.scale) *
+            (sums.at[i][c] - splat(meeting.delta[r + i]));
+      if (call.softcap != 0) d *= load(buffer.slopes + at + c * VL);
+      store(buffer.d_scores + at + c * VL, d);
+    }
+  }
+}
+
+// The panels that rows r .. r + n have a pair with.
+AB_INLINE uint32_t panels_of(const ab_call &call, const Meeting &meeting, int64_t panels, int64_t r,
+                             int64_t n) {
+  if (!meeting.bits) return (1u << panels) - 1;
+  const int64_t words = call.layout.tile / 32;
+  uint32_t found = 0;
+  for (int64_t p = 0; p < panels; p++) {
+    uint32_t any = 0;
+    for (int64_t i = r; i < r + n; i++) any |= (uint32_t)meeting.bits[i * words + p * LANES / 32];
+    if (any >> p * LANES % 32 & (uint32_t)((1ull << LANES) - 1)) found |= 1u << p;
+  }
+  return found;
+}
+
+// P and dS of a meeting, 0 in panels without a pair; returns the number of strips.
+static int64_t compute_scores(const ab_call &call, const Score &score, const BackwardBuffer &buffer,
+                              const Meeting &meeting, int64_t panels, Strip *strips) {
+  int64_t count = 0;
+  for (int64_t r = 0; r < meeting.count;) {
+    const int n = strip_of(meeting.count - r);
+    const uint32_t found = panels_of(call, meeting, panels, r, n);
+    for (int64_t p = 0; p < panels; p++) {
+      if (found >> p & 1) {
+        with_rows(n, [&](auto rows) AB_LAMBDA {
+          compute_probs<rows.value>(call, score, buffer, meeting, r, p);
+          if (call.dq.data || call.dk.data) compute_d_scores<rows.value>(call, buffer, meeting, r, p);
+        });
+        continue;
+      }
+      for (int64_t at = r * buffer.row + p * LANES; at < (r + n) * buffer.row; at += buffer.row) {
+        memset(buffer.probs + at, 0, LANES * sizeof(float));
+        memset(buffer.d_scores + at, 0, LANES * sizeof(float));
+      }
+    }
+    strips[count++] = {r, n, found};
+    r += n;
+  }
+  return count;
+}
+
+// to [MR, columns] += a^T b over `depth` queries, where a is [queries, keys] and b [queries, columns].
+template <int MR>
+AB_INLINE void add_to_keys(int64_t depth, const float *a, int64_t a_row, Rows b, int64_t columns,
+                           float *to) {
+  int64_t c = 0;
+  for (; c + 2 * VL <= columns; c += 2 * VL) {
+    Sums<MR, 2> sums;
+    load(sums, to + c, columns);
+    add_columns(sums, depth, a, a_row, b.at + c, b.row);
+    store(sums, to + c, columns);
+  }
+  if (c == columns) return;
+  Sums<MR, 1> sums;
+  load(sums, to + c, columns);
+  add_columns(sums, depth, a, a_row, b.at + c, b.row);
+  store(sums, to + c, columns);
+}
+
+// dK and dV of a key tile.
+static void add_d_keys(const ab_call &call, const BackwardBuffer &buffer, const Meeting &meeting,
+                       const Strip *strips, int64_t count, int64_t keys) {
+  for (int64_t j = 0; j < keys;) {
+    const int n = strip_of(keys - j);
+    const uint32_t panels = (2u << (j + n - 1) / LANES) - (1u << j / LANES);
+    const Strip *first = strips, *last = strips + count;
+    while (first < last && !(first->panels & panels)) first++;
+    while (first < last && !(last[-1].panels & panels)) last--;
+    if (first < last) {
+      const int64_t start = first->first, depth = last[-1].first + last[-1].count - start;
+      const int64_t at = start * buffer.row + j;
+      const Rows d_out = {meeting.d_out.at + start * meeting.d_out.row, meeting.d_out.row};
+      const Rows queries = {meeting.queries.at + start * meeting.queries.row, meeting.queries.row};
+      with_rows(n, [&](auto rows) AB_LAMBDA {
+        if (call.dv.data)
+          add_to_keys<rows.value>(depth, buffer.probs + at, buffer.row, d_out, buffer.value_width,
+                                  buffer.d_values + j * buffer.value_width);
+        if (call.dk.data)
+          add_to_keys<rows.value>(depth, buffer.d_scores + at, buffer.row, queries, buffer.width,
+                                  buffer.d_keys + j * buffer.width);
+      });
+    }
+    j += n;
+  }
+}
+
+// to [MR, NV vectors] (+)= a b, where a is [MR, depth].
+template <int MR, int NV>
+AB_INLINE void add_to_queries(int64_t depth, const float *a, int64_t a_row, Rows b, bool is_first,
+                              float *to, int64_t to_row) {
+  Sums<MR, NV> sums;
+  if (is_first)
+    clear(sums);
+  else
+    load(sums, to, to_row);
+  add_rows(sums, depth, a, a_row, b.at, b.row);
+  store(sums, to, to_row);
+}
+
+// dQ of a query tile, `to`, from one key tile; the first one writes, the others add.
+static void add_d_queries(const ab_call &call, const BackwardBuffer &buffer, Rows keys, int64_t key_count,
+                          const Strip *strips, int64_t count, bool is_first, float *to, int64_t to_row) {
+  for (const Strip *strip = strips; strip < strips + count; strip++) {
+    float *rows_to = to + strip->first * to_row;
+    if (!strip->panels) {
+      for (int64_t i = 0; is_first && i < strip->count; i++)
+        memset(rows_to + i * to_row, 0, (size_t)call.D * sizeof(float));
+      continue;
+    }
+    const int64_t first = __builtin_ctz(strip->panels) * LANES;
+    const int64_t stop = min64(key_count, (32 - __builtin_clz(strip->panels)) * LANES);
+    const float *a = buffer.d_scores + strip->first * buffer.row + first;
+    with_rows((int)strip->count, [&](auto rows) AB_LAMBDA {
+      constexpr int MR = rows.value;
+      Rows b = {keys.at + first * keys.row, keys.row};
+      int64_t c = 0;
+      for (; c + 2 * VL <= call.D; c += 2 * VL, b.at += 2 * VL)
+        add_to_queries<MR, 2>(stop - first, a, buffer.row, b, is_first, rows_to + c, to_row);
+      for (; c + VL <= call.D; c += VL, b.at += VL)
+        add_to_queries<MR, 1>(stop - first, a, buffer.row, b, is_first, rows_to + c, to_row);
+      if (c == call.D) return;
+      alignas(64) float last[MR * VL];
+      add_to_queries<MR, 1>(stop - first, a, buffer.row, b, true, last, VL);
+      for (int i = 0; i < MR; i++)
+        for (int64_t j = 0; j < call.D - c; j++) {
+          float *x = rows_to + i * to_row + c + j;
+          *x = is_first ? last[i * VL + j] : *x + last[i * VL + j];
+        }
+    });
+  }
+}
+
+AB_INLINE void wait_for(const int32_t *done, int32_t wanted) {
+  for (int spins = 0; __atomic_load_n(done, __ATOMIC_ACQUIRE) != wanted; spins++)
+    if (spins > 100) sched_yield();
+}
+
+// All that one key tile and query tile `t` of head h give.
+static void backward_meeting(const ab_call &call, const BackwardShared &shared, BackwardBuffer &buffer,
+                             const Item &item, int64_t h, int64_t group, int64_t entry, bool full,
+                             Rows keys, int64_t key_count) {
+  const ab_layout &layout = call.layout;
+  const int64_t tile = layout.tile, t = layout.k_tile[entry], first = t * tile;
+  const int64_t head = item.b * call.H + h, tiles = tiles_of(call.Q, tile);
+  const float *lse = call.lse + head * call.Q + first;
+  const Score score(call);
+  Meeting meeting = {};
+  meeting.count = min64(tile, call.Q - first);
+  meeting.queries =
+      rows_as_float(call.q, item.b, h, first, meeting.count, call.D, buffer.width, buffer.queries);
+  meeting.d_out =
+      rows_as_float(call.dout, item.b, h, first, meeting.count, call.E, buffer.value_width, buffer.d_out);
+  meeting.delta = shared.delta + head * call.Q + first;
+  if (!full) meeting.bits = layout.patterns + layout.k_mark[entry] * tile * (tile / 32);
+  for (int64_t i = 0; i < meeting.count; i++) score.split(lse[i], buffer.lse + i, buffer.lse_rest + i);
+  Strip strips[MOST_ROWS];
+  const int64_t count = compute_scores(call, score, buffer, meeting, tiles_of(key_count, LANES), strips);
+  add_d_keys(call, buffer, meeting, strips, count, key_count);
+  if (!call.dq.data) return;
+  const int32_t rank = shared.rank[entry];
+  int32_t *done = shared.done + head * tiles + t;
+  wait_for(done, rank);
+  float *to = row_of<float>(shared.dq, item.b, h, first);
+  add_d_queries(call, buffer, keys, key_count, strips, count, rank == 0, to, shared.dq.row);
+  if (call.dq.dtype != AB_FLOAT32 && rank + 1 == shared.count[group * tiles + t])
+    write_rows(call.dq, item.b, h, first, meeting.count, call.D, to, shared.dq.row);
+  __atomic_store_n(done, rank + 1, __ATOMIC_RELEASE);
+}
+
+// One key tile of one key head, with all query heads that read it.
+static void backward_item(const ab_call &call, const BackwardShared &shared, const Item &item,
+                          char *memory) {
+  BackwardBuffer buffer(call, memory);
+  const ab_layout &layout = call.layout;
+  const int64_t tile = layout.tile, first = item.tile * tile, n = min64(tile, call.K - first);
+  const int64_t tiles = tiles_of(call.K, tile), share = call.H / call.Hk;
+  const Rows keys = rows_as_float(call.k, item.b, item.h, first, n, call.D, buffer.width, buffer.keys);
+  const Rows values = rows_as_float(call.v, item.b, item.h, first, n, call.E, call.E, buffer.values);
+  pack_panels(keys, n, call.D, Score(call).sign, buffer.keys_t);
+  pack_panels(values, n, call.E, 1.0f, buffer.values_t);
+  memset(buffer.d_keys, 0, (size_t)(n * buffer.width) * sizeof(float));
+  memset(buffer.d_values, 0, (size_t)(n * buffer.value_width) * sizeof(float));
+  for (int64_t h = item.h * share; h < (item.h + 1) * share; h++) {
+    const int64_t group = group_of(layout, item.b, h);
+    const int32_t *bounds = layout.k_ptr + (group * tiles + item.tile) * 3;
+    for (int64_t i = bounds[0]; i < bounds[2]; i++)
+      backward_meeting(call, shared, buffer, item, h, group, i, i < bounds[1], keys, n);
+  }
+  if (call.dk.data) write_rows(call.dk, item.b, item.h, first, n, call.D, buffer.d_keys, buffer.width);
+  if (call.dv.data)
+    write_rows(call.dv, item.b, item.h, first, n, call.E, buffer.d_values, buffer.value_width);
+}
+
+// delta of a query tile; and dq, where no key tile will write it.
+static void prepare_item(const ab_call &call, const BackwardShared &shared, const Item &item) {
+  const int64_t tile = call.layout.tile, first = item.tile * tile, n = min64(tile, call.Q - first);
+  const int64_t start = (item.b * call.H + item.h) * call.Q + first;
+  with_row(call.out, item.b, item.h, first, [&](auto *out) AB_LAMBDA {
+    auto *d_out = row_of<typename Pointee<decltype(out)>::Type>(call.dout, item.b, item.h, first);
+    for (int64_t i = 0; i < n; i++) {
+      const auto *x = out + i * call.out.row, *y = d_out + i * call.dout.row;
+      F sum = F{};
+      int64_t c = 0;
+      for (; c + VL <= call.E; c += VL) sum = load(x + c) * load(y + c) + sum;
+      if (c < call.E) sum += load_some(x + c, call.E - c) * load_some(y + c, call.E - c);
+      const float delta = sum_of(sum) - (call.dlse ? call.dlse[start + i] : 0);
+      shared.delta[start + i] = call.lse[start + i] == -INFINITY ? 0 : delta;
+    }
+  });
+  if (call.dq.data && !shared.count[item.group * tiles_of(call.Q, tile) + item.tile])
+    with_row(call.dq, item.b, item.h, first, [&](auto *dq) AB_LAMBDA {
+      for (int64_t i = 0; i < n; i++) memset(dq + i * call.dq.row, 0, (size_t)call.D * sizeof(*dq));
+    });
+}
+
+static int32_t tiles_backward(const ab_call &call, char *scratch) {
+  const ab_layout &layout = call.layout;
+  const BackwardShared shared(call, scratch);
+  const int64_t q_tiles = tiles_of(call.Q, layout.tile), k_tiles = tiles_of(call.K, layout.tile);
+  if (call.dq.data) {
+    memset(shared.count, 0, (size_t)(layout.groups * q_tiles) * sizeof(int32_t));
+    memset(shared.done, 0, (size_t)(call.B * call.H * q_tiles) * sizeof(int32_t));
+    for (int64_t g = 0; g < layout.groups; g++)
+      for (int64_t t = 0; t < k_tiles; t++) {
+        const int32_t *bounds = layout.k_ptr + (g * k_tiles + t) * 3;
+        for (int64_t i = bounds[0]; i < bounds[2]; i++)
+          shared.rank[i] = shared.count[g * q_tiles + layout.k_tile[i]]++;
+      }
+  }
+  int32_t status = run_items(call.B * call.H * q_tiles, call.threads, 64, [&](int64_t i, char *) {
+    const int64_t b = i / q_tiles / call.H, h = i / q_tiles % call.H;
+    prepare_item(call, shared, {b, h, group_of(layout, b, h), i % q_tiles});
+  });
+  if (status != AB_OK) return status;
+  char *end = nullptr;
+  BackwardBuffer(call, end);
+  return run_items(
+      call.B * call.Hk * k_tiles, call.threads, (int64_t)(uintptr_t)end, [&](int64_t i, char *memory) {
+        backward_item(call, shared, {i / k_tiles / call.Hk, i / k_tiles % call.Hk, 0, i % k_tiles}, memory);
+      });
+}
+
+static int64_t tiles_scratch_bytes(const ab_call &call, bool backward) {
+  if (!backward) return forward_scratch_bytes(call);
+  char *end = nullptr;
+  const BackwardShared shared(call, end);
+  return (int64_t)(uintptr_t)end;
+}
+
+}  // namespace AB_LEVEL::tiles
+
+#endif

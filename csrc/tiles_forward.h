@@ -1,0 +1,257 @@
+// The forward pass over tiles: out = softmax(scores) v, one query tile after the other.
+//
+// Lanes are queries. Q^T is packed in panels of LANES queries, scaled; K and V are read where they lie:
+//   S^T [keys, lanes] = K Q^T,  P^T = 2^(factor S^T - top),  O^T [E, lanes] += V^T P^T.
+// So maxima, sums and rescaling need no work across lanes, and D, E and the number of keys may be any.
+#ifndef ATTNBIAS_TILES_FORWARD_H
+#define ATTNBIAS_TILES_FORWARD_H
+
+#include "few.h"
+#include "items.h"
+
+namespace AB_LEVEL::tiles {
+
+// Keys that one softmax step takes: more rescale less often, until S^T leaves the first-level cache.
+constexpr int64_t BLOCK = 128;
+
+// Keys next to each other that some query of a panel is related to.
+struct Run {
+  int64_t first, count;
+};
+
+struct Block {
+  Rows keys, values;
+  int64_t count;        // of keys
+  const int32_t *bits;  // of the first key, for the first panel; NULL = every pair is related
+};
+
+// The state of one panel of queries.
+struct Panel {
+  const float *queries;  // [D, LANES]
+  float *out;            // [E, LANES], not divided by `total` yet
+  float *top, *total;    // [LANES]: largest score in units of log 2, sum of 2^(score - top)
+};
+
+// Raw scores of `MR` keys, -inf where unrelated; `top` follows their maximum.
+template <int MR>
+AB_INLINE void score_keys(const Score &score, int64_t columns, Rows keys, const float *queries,
+                          const uint32_t *related, float *scores, F top[2]) {
+  Sums<MR, 2> sums;
+  clear(sums);
+  add_rows(sums, columns, keys.at, keys.row, queries, LANES);
+  AB_UNROLL
+  for (int r = 0; r < MR; r++) {
+    AB_UNROLL
+    for (int c = 0; c < 2; c++) {
+      F x = score.raw(sums.at[r][c]);
+      if (related) x = choose(related[r] >> (c * VL), x, splat(-INFINITY));
+      top[c] = maximum(top[c], x);
+      store(scores + r * LANES + c * VL, x);
+    }
+  }
+}
+
+// All scores of a block; returns the number of runs of keys that have any.
+static int64_t score_block(const ab_call &call, const Score &score, const Block &block, const Panel &panel,
+                           int64_t lane, float *scores, Run *runs, F top[2]) {
+  uint32_t related[BLOCK];
+  int64_t end = block.count;
+  if (block.bits) {
+    const int32_t *word = block.bits + lane / 32;
+    const uint32_t all = (uint32_t)((1ull << LANES) - 1);
+    for (int64_t j = 0; j < block.count; j++, word += call.layout.tile / 32)
+      related[j] = (uint32_t)*word >> lane % 32 & all;
+    while (end && !related[end - 1]) end--;
+  }
+  int64_t count = 0;
+  for (int64_t j = 0; j < end;) {
+    if (block.bits && !related[j]) {
+      j++;
+      continue;
+    }
+    int n = strip_of(end - j);
+    while (block.bits && !related[j + n - 1]) n--;
+    Rows keys = {block.keys.at + j * block.keys.row, block.keys.row};
+    with_rows(n, [&](auto rows) AB_LAMBDA {
+      score_keys<rows.value>(score, call.D, keys, panel.queries, block.bits ? related + j : nullptr,
+                             scores + j * LANES, top);
+    });
+    if (count && runs[count - 1].first + runs[count - 1].count == j)
+      runs[count - 1].count += n;
+    else
+      runs[count++] = {j, n};
+    j += n;
+  }
+  return count;
+}
+
+// O^T = keep * O^T + V^T P^T for `MR` columns of V; `keep` [LANES] is NULL where it would be all 1.
+template <int MR>
+AB_INLINE void add_values(Rows values, const float *probs, const Run *runs, int64_t count,
+                          const float *keep, float *out) {
+  Sums<MR, 2> sums;
+  load(sums, out, LANES);
+  if (keep) {
+    AB_UNROLL
+    for (int r = 0; r < MR; r++) {
+      AB_UNROLL
+      for (int c = 0; c < 2; c++) sums.at[r][c] *= load(keep + c * VL);
+    }
+  }
+  for (const Run *run = runs; run < runs + count; run++)
+    add_columns(sums, run->count, values.at + run->first * values.row, values.row,
+                probs + run->first * LANES, LANES);
+  store(sums, out, LANES);
+}
+
+// Add a block of keys to a panel of queries that starts at `lane` of the tile.
+static void add_block(const ab_call &call, const Score &score, const Block &block, const Panel &panel,
+                      int64_t lane, float *scores) {
+  Run runs[BLOCK];
+  F top[2] = {splat(-INFINITY), splat(-INFINITY)};
+  int64_t count = score_block(call, score, block, panel, lane, scores, runs, top);
+  if (!count) return;
+  alignas(64) float keep[LANES];
+  bool moved = false;
+  F total[2];
+  const F factor = splat(score.factor);
+  for (int c = 0; c < 2; c++) {
+    F before = load(panel.top + c * VL);
+    top[c] = maximum(before, top[c] * factor);
+    F share = exp2_of(before - top[c]);
+    store(keep + c * VL, share);
+    total[c] = load(panel.total + c * VL) * share;
+    moved |= any_differs(before, top[c]);
+  }
+  for (const Run *run = runs; run < runs + count; run++) {
+    float *x = scores + run->first * LANES;
+    for (const float *stop = x + run->count * LANES; x < stop; x += LANES) {
+      AB_UNROLL
+      for (int c = 0; c < 2; c++) {
+        F p = exp2_of(load(x + c * VL) * factor - top[c]);
+        total[c] += p;
+        store(x + c * VL, p);
+      }
+    }
+  }
+  for (int c = 0; c < 2; c++) {
+    store(panel.top + c * VL, top[c]);
+    store(panel.total + c * VL, total[c]);
+  }
+  for (int64_t e = 0; e < call.E;) {
+    int n = strip_of(call.E - e);
+    with_rows(n, [&](auto rows) AB_LAMBDA {
+      Rows values = {block.values.at + e, block.values.row};
+      add_values<rows.value>(values, scores, runs, count, moved ? keep : nullptr, panel.out + e * LANES);
+    });
+    e += n;
+  }
+}
+
+// What a thread keeps of a query tile.
+struct ForwardBuffer {
+  float *queries, *out;  // [panels, D, LANES], [panels, E, LANES]
+  float *top, *total;    // [panels, LANES]
+  float *scores;         // [BLOCK, LANES]
+  float *keys, *values;  // [BLOCK, D], [BLOCK, E], for half precision
+
+  static int64_t bytes(const ab_call &call) {
+    int64_t lanes = round_up(call.layout.tile, LANES);
+    return 4 * (lanes * (call.D + call.E + 2) + BLOCK * (LANES + call.D + call.E)) + 7 * 64;
+  }
+  ForwardBuffer(const ab_call &call, char *memory) {
+    int64_t lanes = round_up(call.layout.tile, LANES);
+    queries = cut<float>(memory, lanes * call.D);
+    out = cut<float>(memory, lanes * call.E);
+    top = cut<float>(memory, lanes);
+    total = cut<float>(memory, lanes);
+    scores = cut<float>(memory, BLOCK * LANES);
+    keys = cut<float>(memory, BLOCK * call.D);
+    values = cut<float>(memory, BLOCK * call.E);
+  }
+};
+
+// Divide by the sums and write out and lse.
+static void finish_panel(const ab_call &call, const Panel &panel, int64_t b, int64_t h, int64_t first,
+                         int64_t n, float *rows) {
+  alignas(64) float share[LANES];
+  float *lse = call.lse + (b * call.H + h) * call.Q + first;
+  for (int64_t i = 0; i < LANES; i++) share[i] = panel.total[i] == 0 ? 0 : 1 / panel.total[i];
+  for (int64_t i = 0; i < n; i++) lse[i] = log_of(panel.top[i], panel.total[i]);
+  for (float *x = panel.out; x < panel.out + call.E * LANES; x += LANES)
+    for (int64_t c = 0; c < LANES; c += VL) store(x + c, load(x + c) * load(share + c));
+  if (call.out.dtype == AB_FLOAT32) {
+    transpose(panel.out, LANES, call.E, n, row_of<float>(call.out, b, h, first), call.out.row);
+  } else {
+    transpose(panel.out, LANES, call.E, n, rows, call.E);
+    write_rows(call.out, b, h, first, n, call.E, rows, call.E);
+  }
+}
+
+// One query tile of one head.
+static void forward_item(const ab_call &call, const Item &item, char *memory) {
+  ForwardBuffer buffer(call, memory);
+  const Score score(call);
+  const ab_layout &layout = call.layout;
+  const int64_t tile = layout.tile, first = item.tile * tile, n = min64(tile, call.Q - first);
+  const int64_t b = item.b, h = item.h, key_head = h / (call.H / call.Hk);
+  const int32_t *bounds = layout.q_ptr + (item.group * tiles_of(call.Q, tile) + item.tile) * 3;
+  const int64_t panels = (n + LANES - 1) / LANES;
+  // The rows pass through the buffer of the scores' tile on their way to the panels.
+  for (int64_t p = 0; p < panels; p++) {
+    int64_t start = p * LANES, here = min64(LANES, n - start);
+    Rows rows = rows_as_float(call.q, b, h, first + start, here, call.D, call.D, buffer.keys);
+    pack_panels(rows, here, call.D, score.sign, buffer.queries + start * call.D);
+  }
+  memset(buffer.out, 0, (size_t)(panels * LANES * call.E) * sizeof(float));
+  memset(buffer.total, 0, (size_t)(panels * LANES) * sizeof(float));
+  for (int64_t i = 0; i < panels * LANES; i++) buffer.top[i] = LOWEST;
+  auto panel_at = [&](int64_t p) {
+    return Panel{buffer.queries + p * LANES * call.D, buffer.out + p * LANES * call.E,
+                 buffer.top + p * LANES, buffer.total + p * LANES};
+  };
+  for (int64_t i = bounds[0]; i < bounds[2];) {
+    const bool full = i < bounds[1];
+    const int64_t start = layout.q_tile[i] * tile;
+    Block block = {{}, {}, min64(tile, call.K - start), nullptr};
+    if (!full) block.bits = layout.patterns_t + layout.q_mark[i] * tile * (tile / 32);
+    // Full tiles side by side are one block.
+    for (i++;
+         full && i < bounds[1] && block.count < BLOCK && layout.q_tile[i] * tile == start + block.count;
+         i++)
+      block.count += tile;
+    block.keys = rows_as_float(call.k, b, key_head, start, block.count, call.D, call.D, buffer.keys);
+    block.values = rows_as_float(call.v, b, key_head, start, block.count, call.E, call.E, buffer.values);
+    for (int64_t p = 0; p < panels; p++)
+      add_block(call, score, block, panel_at(p), p * LANES, buffer.scores);
+  }
+  for (int64_t p = 0; p < panels; p++)
+    finish_panel(call, panel_at(p), b, h, first + p * LANES, min64(LANES, n - p * LANES), buffer.values);
+}
+
+// The order of the tiles, when the layout has several groups.
+AB_INLINE int64_t forward_scratch_bytes(const ab_call &call) {
+  const ab_layout &layout = call.layout;
+  if (call.Q <= FEW) return few_scratch_bytes(call);
+  if (layout.groups == 1) return 0;
+  return 4 * layout.groups * (tiles_of(call.Q, layout.tile) + 1) + 2 * 64;
+}
+
+static int32_t tiles_forward(const ab_call &call, char *scratch) {
+  const ab_layout &layout = call.layout;
+  const int64_t tiles = tiles_of(call.Q, layout.tile);
+  if (call.Q <= FEW) return few_forward(call, scratch);
+  int32_t *sorted = cut<int32_t>(scratch, layout.groups * tiles);
+  const int32_t *order =
+      order_by_group(layout.q_order, layout.groups, tiles, sorted, cut<int32_t>(scratch, layout.groups));
+  return run_items(
+      call.B * call.H * tiles, call.threads, ForwardBuffer::bytes(call), [&](int64_t i, char *memory) {
+        const int64_t b = i / tiles / call.H, h = i / tiles % call.H, g = group_of(layout, b, h);
+        const Item item = {b, h, g, order[g * tiles + i % tiles]};
+        forward_item(call, item, memory);
+      });
+}
+
+}  // namespace AB_LEVEL::tiles
+
+#endif

@@ -1,0 +1,248 @@
+"""The C++ tile kernels against float64, on every instruction level of this machine."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnbias as ab
+from attnbias.backends import cpu
+from attnbias.problem import Call
+from attnbias.testing import assert_no_worse, eager, make_inputs
+
+if cpu.missing():
+    pytest.skip(str(cpu.missing()), allow_module_level=True)
+LEVELS = cpu.levels()
+RELATIONS = {
+    "full": ab.Full(),
+    "empty": ab.Empty(),
+    "causal": ab.Causal(),
+    "window": ab.Causal() & ab.Window(before=31),
+    "strictly past": ab.Causal() & ~ab.Window(before=0),  # row 0 is empty
+    "scattered": ab.Where(lambda q, k: (q * 7 + k * 3) % 5 == 0),
+    "rare": ab.Where(lambda q, k: (q * 31 + k * 17) % 97 == 0),
+}
+# B, H, Hk, Q, K, D, E
+SHAPES = [
+    (1, 1, 1, 64, 64, 64, 64),
+    (1, 2, 1, 97, 129, 16, 24),
+    (2, 4, 2, 65, 63, 80, 33),
+    (1, 2, 2, 129, 97, 7, 1),
+    (1, 2, 1, 200, 130, 1, 40),
+    (1, 1, 1, 63, 260, 128, 96),
+    (1, 1, 1, 130, 70, 256, 255),
+]
+
+
+@pytest.fixture(autouse=True, params=LEVELS)
+def on_level(request):
+    cpu.force_level(request.param)
+    yield request.param
+    cpu.force_level(None)
+
+
+def make_call(relation, shape, *, tile=64, scale=None, softcap=0.0, **kwargs):
+    B, H, Hk, Q, K, D, E = shape
+    q, k, v = make_inputs(sum(shape), B, H, Hk, Q, K, D, E, **kwargs)
+    layout = ab.Layout.build(relation, Q, K, form="tiles", tile=tile, batch=B, heads=H)
+    scale = D**-0.5 if scale is None else scale
+    return Call(q, k, v, layout, (), None, None, scale, softcap, 0.0, "")
+
+
+def make_grads(call: Call) -> tuple[Tensor, Tensor]:
+    B, H, Q, _ = call.query.shape
+    rng = torch.Generator().manual_seed(1)
+    d_out = torch.randn(B, H, Q, call.value.shape[3], generator=rng).to(call.query.dtype)
+    return d_out, torch.randn(B, H, Q, generator=rng)
+
+
+def expected(call: Call, dtype: torch.dtype, d_out: Tensor, d_lse: Tensor) -> list[Tensor]:
+    inputs = [x.detach().to(dtype).requires_grad_() for x in (call.query, call.key, call.value)]
+    mask = call.layout.to_dense()
+    out, lse = eager(*inputs, mask, scale=call.scale, softcap=call.softcap)
+    finite = torch.where(lse.isfinite(), lse, 0)
+    total = (out.double() * d_out.double()).sum() + (finite.double() * d_lse.double()).sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(total, inputs)]
+
+
+def compute(call: Call, d_out: Tensor, d_lse: Tensor | None) -> list[Tensor]:
+    out, lse = cpu.forward(call)
+    grads = cpu.backward(call, out, lse, d_out, d_lse, (True, True, True, False))
+    return [out, lse, *grads[:3]]
+
+
+def check(call: Call) -> None:
+    d_out, d_lse = make_grads(call)
+    got = compute(call, d_out, d_lse)
+    same = expected(call, call.query.dtype, d_out, d_lse)
+    truth = expected(call, torch.float64, d_out, d_lse)
+    empty = (truth[1] == -torch.inf)[..., None]
+    names = ("out", "lse", "dq", "dk", "dv")
+    for name, x, eager_x, oracle in zip(names, got, same, truth, strict=True):
+        factor = 2.0 if name in ("out", "lse") else 3.0
+        where = empty if name in ("out", "dq") else None
+        assert_no_worse(name, x, eager_x, oracle, factor, empty=where)
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_float32(relation, shape, tile):
+    check(make_call(RELATIONS[relation], shape, tile=tile))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("relation", ["full", "causal", "scattered"])
+def test_half_precision(relation, shape, dtype):
+    check(make_call(RELATIONS[relation], shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("Q", [1, 2, 4, 5])
+@pytest.mark.parametrize("relation", ["full", "causal", "scattered", "rare", "empty"])
+def test_few_queries(relation, Q, dtype):
+    for D, E in ((64, 64), (20, 13), (3, 200)):
+        q, k, v = make_inputs(Q, 1, 4, 2, Q, 200, D, E, dtype)
+        layout = ab.Layout.build(RELATIONS[relation], Q, 200, form="tiles", q_start="end")
+        call = Call(q, k, v, layout, (), None, None, D**-0.5, 0.0, 0.0, "")
+        d_out, d_lse = make_grads(call)
+        out, lse = cpu.forward(call)
+        same = expected(call, dtype, d_out, d_lse)
+        truth = expected(call, torch.float64, d_out, d_lse)
+        assert_no_worse("out", out, same[0], truth[0])
+        assert_no_worse("lse", lse, same[1], truth[1])
+
+
+@pytest.mark.parametrize("order", ["BLHD", "LBHD", "BHDL"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strided", [False, True])
+def test_strides(order, dtype, strided):
+    shape = (2, 4, 2, 97, 129, 48, 40)
+    check(make_call(RELATIONS["causal"], shape, dtype=dtype, order=order, strided=strided))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
+@pytest.mark.parametrize("softcap", [0.0, 3.0, 50.0])
+def test_scale_and_softcap(scale, softcap):
+    for relation in ("causal", "strictly past"):
+        shape = (1, 2, 2, 97, 129, 32, 32)
+        check(make_call(RELATIONS[relation], shape, scale=scale, softcap=softcap))
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+def test_groups(tile):
+    heads = ab.PerHead([ab.Causal(), ab.Full(), ab.Empty(), ab.Causal() & ab.Window(before=7)])
+    check(make_call(heads, (2, 4, 2, 150, 150, 16, 16), tile=tile))
+    batches = ab.PerBatch([ab.Causal(), ab.Full()])
+    check(make_call(batches & heads, (2, 4, 4, 150, 150, 16, 16), tile=tile))
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_needs(needs):
+    call = make_call(RELATIONS["causal"], (1, 2, 1, 130, 130, 32, 24))
+    d_out, _ = make_grads(call)
+    out, lse, *whole = compute(call, d_out, None)
+    grads = cpu.backward(call, out, lse, d_out, None, (*needs, False))
+    for need, got, want in zip(needs, grads[:3], whole, strict=True):
+        assert torch.equal(got, want) if need else got.numel() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("relation", ["causal", "scattered", "full"])
+def test_threads_do_not_change_a_bit(relation, dtype):
+    call = make_call(RELATIONS[relation], (1, 4, 2, 700, 700, 32, 32), dtype=dtype)
+    d_out, d_lse = make_grads(call)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3, 8, 8):
+            torch.set_num_threads(threads)
+            results.append(compute(call, d_out, d_lse))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        for got, want in zip(result, results[0], strict=True):
+            assert torch.equal(got, want)
+
+
+def test_poison(monkeypatch):
+    """Memory that the adapter allocates may hold anything."""
+    call = make_call(RELATIONS["strictly past"], (1, 4, 2, 150, 150, 17, 19), dtype=torch.bfloat16)
+    d_out, d_lse = make_grads(call)
+    want = compute(call, d_out, d_lse)
+    empty, empty_like, new_empty = torch.empty, torch.empty_like, Tensor.new_empty
+
+    def poison(x: Tensor) -> Tensor:
+        return x.fill_(255 if x.dtype == torch.uint8 else torch.nan)
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
+    for got, x in zip(compute(call, d_out, d_lse), want, strict=True):
+        assert torch.equal(got, x)
+
+
+def test_nan_reaches_the_result():
+    call = make_call(RELATIONS["full"], (1, 1, 1, 70, 130, 16, 16))
+    call.query[0, 0, 5, 3] = torch.nan
+    out, lse = cpu.forward(call)
+    assert out[0, 0, 5].isnan().all() and lse[0, 0, 5].isnan()
+    assert out[0, 0, :5].isfinite().all() and out[0, 0, 6:].isfinite().all()
+
+
+def test_zero_lengths():
+    for B, H, Q, K in ((0, 2, 5, 5), (1, 0, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0)):
+        q, k, v = torch.randn(B, H, Q, 8), torch.randn(B, H, K, 8), torch.randn(B, H, K, 4)
+        layout = ab.Layout.build(ab.Full(), Q, K, form="tiles")
+        call = Call(q, k, v, layout, (), None, None, 1.0, 0.0, 0.0, "")
+        d_out = torch.randn(B, H, Q, 4)
+        out, lse, dq, dk, dv = compute(call, d_out, None)
+        assert out.shape == d_out.shape and not out.any() and (lse == -torch.inf).all()
+        assert not dq.any() and not dk.any() and not dv.any()
+
+
+def test_struct_has_the_size_that_the_library_knows():
+    size = cpu._HEAD.size + cpu._SCRATCH.size + cpu._LAYOUT.size
+    assert cpu.library().call_bytes() == size
+
+
+def test_force_level(on_level):
+    assert cpu.level() == on_level
+    with pytest.raises(ValueError, match=r"level: wanted one of .*baseline.*, got 'mmx'"):
+        cpu.force_level("mmx")
+
+
+def test_scratch_is_bounded():
+    """Forward 4 and backward 8 bytes x D per token and head at most; forward needs none here."""
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = make_inputs(0, 1, 4, 4, 4096, 4096, 64, 64, dtype)
+        layout = ab.Layout.build(ab.Causal(), 4096, 4096, form="tiles")
+        call = Call(q, k, v, layout, (), None, None, 1.0, 0.0, 0.0, "")
+        d_out, lse = torch.zeros_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        packed = cpu._layout(layout)[0]
+        head = cpu._head(call, (q, k, v), q, lse, d_out, (q, k, v))
+        room = q.numel()
+        call_bytes = head + cpu._NO_SCRATCH + packed
+        assert cpu.library().scratch_bytes(call_bytes, 0) <= 4 * room
+        assert cpu.library().scratch_bytes(call_bytes, 1) <= 8 * room
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["head", "row"])
+def test_offsets_past_32_bits(step):
+    """Query, key, value and the gradient of out have elements past 2^31; few pages are touched."""
+    H, L, D = 2, 70, 16
+    strides = (0, 2**31, D, 1) if step == "head" else (0, D, 2**31 // (L - 2), 1)
+    size = sum((n - 1) * s for n, s in zip((1, H, L, D), strides, strict=True)) + 1
+    assert size > 2**31
+    call = make_call(RELATIONS["causal"], (1, H, H, L, L, D, D))
+    d_out, d_lse = make_grads(call)
+    want = compute(call, d_out, d_lse)
+    memory = [torch.empty(size).as_strided((1, H, L, D), strides) for _ in range(4)]
+    for far, near in zip(memory, (call.query, call.key, call.value, d_out), strict=True):
+        far.copy_(near)
+    call.query, call.key, call.value, d_out = memory
+    for got, x in zip(compute(call, d_out, d_lse), want, strict=True):
+        assert torch.equal(got, x)

@@ -1,0 +1,368 @@
+"""The edge kernels against float64, for every instruction level of this machine."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import edge_call
+import pytest
+import torch
+from edge_call import Options, backward, forward
+from torch import Tensor
+
+import attnbias as ab
+from attnbias.testing import assert_no_worse, eager, make_inputs
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
+BUDGET = 256 << 20
+
+
+@pytest.fixture(params=edge_call.LEVELS, autouse=True)
+def level(request: Any) -> Any:
+    edge_call.force_level(request.param)
+    yield request.param
+    edge_call.force_level("")
+    edge_call.library.ab_set_edge_budget(BUDGET)
+
+
+class Case(NamedTuple):
+    """Inputs and gradients that come in."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    dout: Tensor
+    dlse: Tensor | None
+
+    @classmethod
+    def draw(
+        cls,
+        seed: int,
+        sizes: tuple[int, ...],
+        bias: tuple[int, ...] | None = None,
+        *,
+        lse: bool = True,
+        **how: Any,
+    ) -> Case:
+        """Draw inputs of B, H, Hk, Q, K, D, E."""
+        rng = torch.Generator().manual_seed(seed)
+        q, k, v = make_inputs(rng, *sizes, **how)
+        B, H, _, Q, _, _, E = sizes
+        values = None if bias is None else torch.randn(bias, generator=rng)
+        dout = torch.randn(B, H, Q, E, generator=rng).to(q.dtype)
+        return cls(q, k, v, values, dout, torch.randn(B, H, Q, generator=rng) if lse else None)
+
+
+def kernel(
+    case: Case, layout: ab.Layout, options: Options, needs: tuple[bool, ...] = (True,) * 4
+) -> list[Tensor | None]:
+    """Everything the kernels compute."""
+    out, lse = forward(case.q, case.k, case.v, layout, case.bias, options)
+    return [out, lse, *backward(*case[:3], layout, case.bias, options, out, lse, *case[4:], needs)]
+
+
+def by_edge(case: Case, layout: ab.Layout, options: Options, dtype: torch.dtype) -> list[Tensor | None]:
+    """The same from a list of edges, by autograd in one precision."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in case[:3])
+    bias = None if case.bias is None else case.bias.detach().clone().to(wide).requires_grad_()
+    B, H, Q, _ = q.shape
+    group = layout.group.long().expand(B, H)
+    outs, lses = [], []
+    for b, h in itertools.product(range(B), range(H)):
+        g, hk = int(group[b, h]), h // (H // k.shape[1])
+        ptr = layout.edge_ptr[g * Q : (g + 1) * Q + 1].long()
+        row = torch.repeat_interleave(torch.arange(Q), ptr[1:] - ptr[:-1])
+        at = slice(int(ptr[0]), int(ptr[-1]))
+        key, number = layout.edge_key[at].long(), layout.edge_id[at].long()
+        if Q * k.shape[2] < 1 << 20:  # as the plain code of attnbias.testing.eager, errors and all
+            s = (q[b, h].to(wide) @ k[b, hk].to(wide).T).to(dtype).to(wide)[row, key] * options.scale
+        else:
+            s = (q[b, h][row].to(wide) * k[b, hk][key].to(wide)).sum(-1).to(dtype).to(wide) * options.scale
+        if options.softcap:
+            s = options.softcap * torch.tanh(s / options.softcap)
+        if bias is not None:
+            s = s + (bias[number] if bias.dim() == 1 else bias[number, h])
+        top = torch.full((Q,), -torch.inf, dtype=wide).scatter_reduce(0, row, s.detach(), "amax")
+        top = top.masked_fill(top == -torch.inf, 0)
+        weight = torch.exp(s - top[row])
+        total = torch.zeros(Q, dtype=wide).index_add(0, row, weight)
+        empty = total == 0
+        total = total.masked_fill(empty, 1)
+        lses.append((top + total.log()).masked_fill(empty, -torch.inf))
+        p = (weight / total[row]).to(dtype).to(wide)
+        outs.append(
+            torch.zeros(Q, v.shape[3], dtype=wide).index_add(0, row, p[:, None] * v[b, hk][key].to(wide))
+        )
+    out = torch.stack(outs).view(B, H, Q, -1).to(dtype)
+    lse = torch.stack(lses).view(B, H, Q)
+    seen = [out], [case.dout.to(dtype)]
+    if case.dlse is not None:
+        seen = [out, lse], [case.dout.to(dtype), case.dlse.to(wide)]
+    torch.autograd.backward(*seen)
+    return [out, lse, q.grad, k.grad, v.grad, None if bias is None else bias.grad]
+
+
+def check(case: Case, layout: ab.Layout, options: Options) -> list[Tensor | None]:
+    got = kernel(case, layout, options)
+    same = by_edge(case, layout, options, case.q.dtype)
+    oracle = by_edge(case, layout, options, torch.float64)
+    for name, mine, eagers, truth in zip(NAMES, got, same, oracle, strict=True):
+        if mine is not None:
+            assert eagers is not None and truth is not None
+            assert_no_worse(name, mine, eagers, truth, 2 if name in ("out", "lse") else 3)
+    return got
+
+
+def assert_same(left: list[Tensor | None], right: list[Tensor | None]) -> None:
+    for name, x, y in zip(NAMES, left, right, strict=True):
+        assert (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y)), name
+
+
+def graph(seed: int, Q: int, K: int, edges: int, rows: int | None = None) -> ab.Layout:
+    """Random edges, some of them twice, in no order; only the first rows have any."""
+    rng = torch.Generator().manual_seed(seed)
+    key = torch.randint(0, K, (edges,), generator=rng)
+    row = torch.randint(0, rows or Q, (edges,), generator=rng)
+    index = torch.stack((key, row))
+    index[:, edges // 2 :: 5] = index[:, : len(index[0, edges // 2 :: 5])]
+    return ab.Layout.build(ab.Graph(index, size=(K, Q)), Q, K, form="edges")
+
+
+def hubs(Q: int, K: int, hub_row: int, hub_column: int) -> ab.Layout:
+    """A row and a column with an edge to everything twice, and a few edges more."""
+    row = torch.cat((torch.full((2 * K,), hub_row), torch.arange(Q).repeat(2), torch.arange(Q)))
+    key = torch.cat((torch.arange(K).repeat(2), torch.full((2 * Q,), hub_column), torch.arange(Q) * 7 % K))
+    return ab.Layout.build(ab.Graph(torch.stack((key, row)), size=(K, Q)), Q, K, form="edges")
+
+
+SHAPES = [
+    # B, H, Hk, Q, K, D, E
+    (1, 1, 1, 40, 40, 64, 64),
+    (2, 3, 3, 33, 47, 32, 32),
+    (1, 4, 2, 65, 20, 48, 24),
+    (2, 6, 2, 17, 90, 80, 17),
+    (1, 2, 1, 30, 31, 1, 1),
+    (1, 2, 2, 30, 31, 3, 130),
+    (1, 1, 1, 60, 50, 256, 255),
+    (1, 8, 8, 50, 60, 16, 16),
+    (2, 8, 8, 21, 60, 32, 16),
+    (1, 16, 16, 51, 60, 8, 8),
+    (1, 8, 4, 21, 60, 16, 16),
+    (1, 1, 1, 25, 9, 7, 7),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [None, 1, 2])
+def test_against_float64(shape: tuple[int, ...], bias: int | None) -> None:
+    edges = 5 * shape[3]
+    layout = graph(1, *shape[3:5], edges, rows=max(1, shape[3] - 3))
+    unit = shape[5] ** -0.5
+    for seed, options in enumerate((Options(2 * unit), Options(-4 * unit, softcap=1.5), Options(0.0))):
+        sizes = None if bias is None else (edges, shape[1])[:bias]
+        order = ("BHLD", "BLHD", "BHLD")[seed]
+        check(Case.draw(seed, shape, sizes, lse=seed != 1, order=order, strided=seed == 2), layout, options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[7:8] + SHAPES[10:11], ids=str)
+def test_half_precision(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    layout = graph(2, *shape[3:5], 6 * shape[3])
+    check(Case.draw(0, shape, dtype=dtype), layout, Options(shape[5] ** -0.5))
+    check(Case.draw(1, shape, (6 * shape[3],), dtype=dtype), layout, Options(0.5, softcap=2.0))
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 255, 256, 257, 600])
+def test_degrees(degree: int) -> None:
+    """Every remainder of a step and of a chunk, and rows longer than the buffer."""
+    row, key = torch.arange(24 * degree) % 24, torch.arange(24 * degree) * 37 % 700
+    layout = ab.Layout.build(ab.Graph(torch.stack((key, row)), size=(700, 24)), 24, 700, form="edges")
+    for shape in ((1, 2, 2, 24, 700, 32, 32), (1, 8, 8, 24, 700, 16, 16)):
+        check(Case.draw(0, shape), layout, Options(0.4))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1, 5000, 6000, 32, 24), (1, 8, 8, 5000, 6000, 16, 16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long_rows_are_cut_and_merged(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    layout = hubs(*shape[3:5], 4321, 77)
+    assert int(layout.edge_ptr.diff().max()) > 12000
+    assert int(layout.col_ptr.diff().max()) > 10000
+    case = Case.draw(0, shape, (layout.edges,) if shape[1] == 2 else None, dtype=dtype)
+    for budget in (BUDGET, 0):
+        edge_call.library.ab_set_edge_budget(budget)
+        one = check(case, layout, Options(0.2))
+        for threads in (2, 3, 8):
+            assert_same(one, kernel(case, layout, Options(0.2, threads=threads)))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 2, 900, 800, 48, 40), (3, 8, 8, 900, 800, 16, 16)], ids=str)
+def test_bits_do_not_depend_on_threads(shape: tuple[int, ...]) -> None:
+    """With p and dS handed over, and computed again; head by head that gives the same bits, too."""
+    layout = graph(3, *shape[3:5], 9000)
+    case = Case.draw(0, shape, (9000, shape[1]))
+    both = []
+    for budget in (BUDGET, 0):
+        edge_call.library.ab_set_edge_budget(budget)
+        both.append(check(case, layout, Options(0.2, softcap=3.0)))
+        for threads in (1, 2, 3, 8):
+            assert_same(both[-1], kernel(case, layout, Options(0.2, softcap=3.0, threads=threads)))
+    if shape[1] != shape[2]:
+        assert_same(*both)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1, 70, 90, 32, 40), (1, 8, 8, 70, 90, 16, 32)], ids=str)
+@pytest.mark.parametrize("budget", [BUDGET, 0])
+def test_only_what_is_needed(shape: tuple[int, ...], budget: int) -> None:
+    edge_call.library.ab_set_edge_budget(budget)
+    layout, case = graph(4, *shape[3:5], 500), Case.draw(0, shape, (500,))
+    whole = kernel(case, layout, Options(0.2))
+    for needs in itertools.product((False, True), repeat=4):
+        wanted = [x if need else None for x, need in zip(whole, (True, True, *needs), strict=True)]
+        assert_same(kernel(case, layout, Options(0.2), needs), wanted)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 4, 60, 70, 32, 32), (2, 8, 8, 60, 70, 16, 16), (2, 4, 2, 60, 70, 64, 16)], ids=str
+)
+def test_groups(shape: tuple[int, ...]) -> None:
+    """Neighbours that differ by batch and by head, also among heads that share a key head."""
+    B, H, _, Q, K = shape[:5]
+    rng = torch.Generator().manual_seed(0)
+    for batch, heads in ((B, H), (1, H), (B, 1)):
+        index = torch.randint(-1, K, (batch, heads, Q, 9), generator=rng)
+        layout = ab.Layout.build(ab.Neighbors(index), Q, K, form="edges")
+        assert layout.groups == batch * heads
+        for budget in (BUDGET, 0):
+            edge_call.library.ab_set_edge_budget(budget)
+            one = check(Case.draw(0, shape, (index.numel(),)), layout, Options(0.3))
+            assert_same(one, kernel(Case.draw(0, shape, (index.numel(),)), layout, Options(0.3, threads=3)))
+
+
+def test_heads_that_share_a_key_head_with_long_columns_of_their_own() -> None:
+    """One head's column is cut, the other's is not: both go into the same dk and dv."""
+    Q, K = 4500, 10
+    index = torch.arange(Q)[None, None, :, None].repeat(1, 2, 1, 1) % K
+    index[0, 0, :, 0] = 3
+    layout = ab.Layout.build(ab.Neighbors(index), Q, K, form="edges")
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case.draw(0, (1, 2, 1, Q, K, 32, 32), dtype=dtype)
+        one = check(case, layout, Options(0.3))
+        assert_same(one, kernel(case, layout, Options(0.3, threads=3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 8)])
+def test_edges_go_on_from_tiles(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """A layout with both: rows with tiles alone, edges alone, both and neither."""
+    n = 200
+    rng = torch.Generator().manual_seed(0)
+    index = torch.randint(0, n, (2, 300), generator=rng)
+    index[:, :50] = index[:, 50:100]  # twice: these are always edges
+    relation = (ab.Chunks(64) & ab.Prefix(130)) | ab.Graph(index, num_nodes=n)
+    layout = ab.Layout.build(relation, n, n, tile=64)
+    if not (layout.tiles and layout.edges):
+        layout = mixed(n)
+    counts = layout.rows(0, n)
+    for size in (16, 40):
+        case = Case.draw(0, (2, *heads, n, n, size, size), dtype=dtype)
+        got = kernel(case, layout, Options(0.3))
+        made = []
+        for precision in (dtype, torch.float64):
+            q, k, v = (x.detach().to(precision).requires_grad_() for x in case[:3])
+            out, lse = eager(q, k, v, counts > 0, counts=counts.clamp(min=1), scale=0.3)
+            assert case.dlse is not None
+            torch.autograd.backward((out, lse), (case.dout.to(precision), case.dlse.to(lse.dtype)))
+            made.append((out, lse, q.grad, k.grad, v.grad))
+        for name, mine, same, truth in zip(NAMES[:5], got[:5], *made, strict=True):
+            assert mine is not None and same is not None and truth is not None
+            assert_no_worse(name, mine, same, truth, 2 if name in ("out", "lse") else 3)
+        for threads in (2, 3, 8):
+            assert_same(got, kernel(case, layout, Options(0.3, threads=threads)))
+
+
+def mixed(n: int) -> ab.Layout:
+    """Dense rows first, then rows with a few edges, some twice, then empty ones."""
+    dense = torch.cartesian_prod(torch.arange(0, 70), torch.arange(0, 128))
+    rng = torch.Generator().manual_seed(0)
+    few = torch.stack(
+        (torch.randint(128, n - 5, (200,), generator=rng), torch.randint(0, n, (200,), generator=rng)), 1
+    )
+    pairs = torch.cat((dense, few, few[:20]))
+    layout = ab.Layout.build(ab.Graph(pairs.T.flip(0), num_nodes=n), n, n, tile=64)
+    assert layout.tiles and layout.edges
+    return layout
+
+
+def test_empty_rows_are_exactly_zero() -> None:
+    for shape in ((1, 2, 2, 30, 20, 24, 24), (1, 8, 8, 30, 20, 16, 16)):
+        layout, case = graph(0, 30, 20, 12, rows=4), Case.draw(0, shape)
+        out, lse, dq, dk, dv, _ = check(case, layout, Options(0.3))
+        assert out is not None and lse is not None and dq is not None and dk is not None and dv is not None
+        assert not out[:, :, 4:].any() and not dq[:, :, 4:].any() and (lse[:, :, 4:] == -torch.inf).all()
+        unseen = layout.col_ptr.diff() == 0
+        assert unseen.any() and not dk[:, :, unseen].any() and not dv[:, :, unseen].any()
+
+
+def test_a_bias_of_minus_infinity_removes_the_edge() -> None:
+    for shape in ((1, 2, 2, 30, 20, 24, 24), (1, 8, 8, 30, 20, 16, 16)):
+        layout, case = graph(0, 30, 20, 200), Case.draw(0, shape, (200,))
+        assert case.bias is not None
+        case.bias[::3] = -torch.inf
+        case.bias[layout.edge_id[: int(layout.edge_ptr[1])].long()] = -torch.inf  # all of row 0
+        out, lse, *grads = check(case, layout, Options(0.3))
+        assert out is not None and lse is not None
+        assert not out[:, :, 0].any() and (lse[:, :, 0] == -torch.inf).all()
+        assert grads[3] is not None and not grads[3][::3].any()
+
+
+def test_dropped_edges_have_no_gradient() -> None:
+    rng = torch.Generator().manual_seed(0)
+    index = torch.randint(0, 40, (2, 300), generator=rng)
+    layout = ab.Layout.build(ab.Graph(index, num_nodes=40) & ab.Causal(), 40, 40, form="edges")
+    case = Case.draw(0, (2, 3, 3, 40, 40, 16, 16), (300, 3))
+    dbias = check(case, layout, Options(0.3))[5]
+    assert dbias is not None
+    kept = torch.zeros(300, dtype=torch.bool)
+    kept[layout.edge_id.long()] = True
+    assert not dbias[~kept].any() and dbias[kept].any()
+
+
+@pytest.mark.parametrize("shape", [(30, 2, 1, 400, 400, 32, 32), (6, 8, 8, 400, 400, 16, 16)], ids=str)
+def test_a_batch_of_features_on_one_graph(shape: tuple[int, ...]) -> None:
+    """Each batch as if alone, however many heads go through memory at a time."""
+    layout, case = graph(5, 400, 400, 30000), Case.draw(0, shape)
+    together = kernel(case, layout, Options(0.2))
+    for b in range(0, shape[0], 5):
+        alone = Case(*(None if x is None else x[b : b + 1] for x in case))
+        wanted = [None if x is None else x[b : b + 1] for x in together]
+        assert_same(kernel(alone, layout, Options(0.2)), wanted)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 4, 50, 60, 32, 32), (2, 8, 8, 50, 60, 16, 16)], ids=str)
+def test_the_order_in_memory_does_not_matter(shape: tuple[int, ...]) -> None:
+    layout = graph(6, 50, 60, 400)
+    whole = kernel(Case.draw(0, shape), layout, Options(0.2))
+    for order in ("BLHD", "LBHD", "LHBD"):
+        assert_same(
+            kernel(Case.draw(0, shape, order=order, strided=order == "LBHD"), layout, Options(0.2)), whole
+        )
+
+
+def test_large_scores() -> None:
+    """Scores far below or above 0 neither vanish nor overflow."""
+    for shape in ((1, 2, 2, 30, 30, 32, 8), (1, 8, 8, 30, 30, 16, 16)):
+        layout = graph(0, 30, 30, 200)
+        for bias, scale in ((-1e4, 0.3), (1e4, 0.3), (0.0, 40.0)):
+            case = Case.draw(0, shape, (200,))
+            assert case.bias is not None
+            case.bias[:] += bias
+            got = kernel(case, layout, Options(scale))
+            same, oracle = (by_edge(case, layout, Options(scale), x) for x in (torch.float32, torch.float64))
+            for name, mine, eagers, truth in list(zip(NAMES, got, same, oracle, strict=True))[:2]:
+                assert mine is not None and eagers is not None and truth is not None
+                assert_no_worse(name, mine, eagers, truth)
+            # Gradients start from a float32 lse, whose rounding is more than eager's errors by now.
+            assert all(x is not None and x.isfinite().all() for x in got[2:])
