@@ -69,6 +69,7 @@ def explain(
         >>> print(ab.explain(q, k, v, ab.Causal(), backend="reference"))
         backend reference: it was asked for
         not     sdpa: it is the default only on CUDA devices of sm_90 and newer
+        not     cpu: ...
         not     rows: it could, and was not taken before reference
         tiles   ... full, ... partial, of ...
         edges   0

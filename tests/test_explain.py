@@ -7,8 +7,10 @@ import torch
 
 import attnbias as ab
 from attnbias import dispatch
-from attnbias.backends import reference
+from attnbias.backends import cpu, reference
 from attnbias.testing import make_inputs
+
+needs_library = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
 
 def inputs(Q=100, K=100, **kwargs):
@@ -23,15 +25,17 @@ class Distance:
 # -- explain ---------------------------------------------------------------------------------------
 
 
+@needs_library
 def test_explanation_reads_as_a_table():
     q, k, v = torch.zeros(3, 1, 1, 128, 8)
     layout = ab.Causal().layout(128, 128)
     stats = layout.stats()
     assert str(ab.explain(q, k, v, layout)) == (
-        "backend rows: it is the first that can run this\n"
+        "backend cpu: it is the first that can run this\n"
         "not     sdpa: relation: only Full() and Causal(), not as a layout; "
         "it is the default only on CUDA devices of sm_90 and newer\n"
-        "not     reference: it could, and was not taken before rows\n"
+        "not     rows: it could, and was not taken before cpu\n"
+        "not     reference: it could, and was not taken before cpu\n"
         f"tiles   {stats.tiles_full} full, {stats.tiles_partial} partial, of {stats.tile}\n"
         "edges   0\n"
         f"pairs   8256 needed, {stats.executed} executed ({stats.waste:.2f}x)\n"
@@ -40,18 +44,18 @@ def test_explanation_reads_as_a_table():
 
 
 def test_explanation_is_frozen_and_holds_the_numbers():
-    explanation = ab.explain(*inputs(), ab.Window(before=3))
+    explanation = ab.explain(*inputs(), ab.Window(before=3), backend="rows")
     assert explanation.backend == "rows"
     assert explanation.layout == ab.Window(before=3).layout(100, 100).stats()
-    assert set(explanation.others) == {"sdpa", "reference"}
+    assert set(explanation.others) == {"sdpa", "cpu", "reference"}
     with pytest.raises(dataclasses.FrozenInstanceError):
         explanation.backend = "other"
 
 
-def test_explanation_of_terms_says_why_rows_do_not_run():
+def test_explanation_of_terms_says_why_the_others_do_not_run():
     explanation = ab.explain(*inputs(), ab.Causal(), terms=[Distance()])
     assert explanation.backend == "reference"
-    assert "terms" in explanation.others["rows"]
+    assert all("terms" in explanation.others[name] for name in ("cpu", "rows"))
 
 
 def test_explaining_draws_no_random_number():
@@ -149,7 +153,7 @@ class Wrong:
 @pytest.mark.parametrize("fault", ["out", "lse", "query", "key", "value", "nan"])
 def test_a_fault_is_found_where_it_is(monkeypatch, fault):
     monkeypatch.setitem(dispatch.IN_OP, "rows", Wrong(fault))
-    result = ab.verify(*inputs(), ab.Causal())
+    result = ab.verify(*inputs(), ab.Causal(), backend="rows")
     assert not result.ok
     where = "query" if fault == "nan" else fault
     assert [name for name, each in result.results.items() if each.fault] == [where]
@@ -157,7 +161,7 @@ def test_a_fault_is_found_where_it_is(monkeypatch, fault):
 
 
 def test_verification_reads_as_a_table():
-    lines = str(ab.verify(*inputs(), ab.Causal())).splitlines()
+    lines = str(ab.verify(*inputs(), ab.Causal(), backend="rows")).splitlines()
     assert lines[0].split() == ["rows", "error", "textbook", "largest"]
     assert [line.split()[0] for line in lines[1:]] == ["out", "lse", "query", "key", "value"]
     assert all(line.endswith("  ok") for line in lines[1:])

@@ -124,7 +124,8 @@ class Spy:
 def spy(monkeypatch):
     spy = Spy()
     monkeypatch.setitem(dispatch.IN_OP, "rows", spy)
-    return spy
+    with ab.use_backend("rows"):
+        yield spy
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 2), (0, 1, 2, 3)])

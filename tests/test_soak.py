@@ -9,18 +9,18 @@ import attnbias as ab
 from attnbias import soak
 
 
-@pytest.mark.parametrize("backend", [None, "reference", "rows"])
+@pytest.mark.parametrize("backend", [None, "reference", "rows", "cpu"])
 @pytest.mark.parametrize("block", range(4))
 def test_random_problems_agree_with_float64(backend, block):
     done = 0
     for seed in range(10_000 + 25 * block, 10_025 + 25 * block):
         try:
             faults = soak.compare(soak.draw(seed), backend)
-        except NotImplementedError:  # rows takes no terms
+        except NotImplementedError:  # an option that the backend does not take
             continue
         assert not faults, (str(soak.draw(seed)), faults)
         done += 1
-    assert done > 15
+    assert done > (8 if backend == "cpu" else 15)
 
 
 def test_a_wrong_bit_is_seen(monkeypatch):

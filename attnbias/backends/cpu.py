@@ -110,20 +110,24 @@ def force_level(wanted: str | None) -> None:
 
 def why_not(problem: Problem) -> list[str]:
     """Say what keeps the C++ kernels from running this problem."""
-    query, value = problem.query, problem.value
-    D, E = query.shape[3], value.shape[3]
-    found = _load()
-    refused = (
-        (isinstance(found, str), found),
-        (query.device.type != "cpu", f"device: only the CPU, got {query.device}"),
-        (query.dtype not in _DTYPES, f"dtype: float32, bfloat16 or float16, got {query.dtype}"),
-        (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
-        (problem.score is not None, f"score: only the dot product (None), got {problem.score!r}"),
-        (bool(problem.terms), f"terms: none on the CPU kernels yet, got {len(problem.terms)}"),
-        (problem.sink is not None, "sink: not on the CPU kernels yet"),
-        (problem.dropout_p > 0, f"dropout_p: only 0 on the CPU kernels yet, got {problem.dropout_p}"),
-    )
-    return [str(words) for is_so, words in refused if is_so]
+    query, found = problem.query, _load()
+    D, E = query.shape[3], problem.value.shape[3]
+    reasons = []  # asked in every call, so no sentence is made before it is needed
+    if isinstance(found, str):
+        reasons.append(found)
+    if query.device.type != "cpu":
+        reasons.append(f"device: only the CPU, got {query.device}")
+    if query.dtype not in _DTYPES:
+        reasons.append(f"dtype: float32, bfloat16 or float16, got {query.dtype}")
+    if D > LARGEST or E > LARGEST:
+        reasons.append(f"head size: at most {LARGEST}, got D={D} and E={E}")
+    if problem.terms:
+        reasons.append(f"terms: none on the CPU kernels yet, got {len(problem.terms)}")
+    if problem.sink is not None:
+        reasons.append("sink: not on the CPU kernels yet")
+    if problem.dropout_p > 0:
+        reasons.append(f"dropout_p: only 0 on the CPU kernels yet, got {problem.dropout_p}")
+    return reasons
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -151,7 +155,9 @@ def backward(
     needs: Sequence[bool],
 ) -> list[Tensor]:
     """Compute the gradients of (query, key, value); no elements where not needed."""
+    # Names keep the copies alive: the struct holds addresses alone.
     inputs = _dense(call.query), _dense(call.key), _dense(call.value)
+    out, grad_out = _dense(out), _dense(grad_out)
     grads = [
         torch.empty_like(x) if need else x.new_empty(0)
         for x, need in zip((call.query, call.key, call.value), needs, strict=False)
@@ -163,9 +169,9 @@ def backward(
     head = _head(
         call,
         inputs,
-        _dense(out),
+        out,
         lse,
-        _dense(grad_out),
+        grad_out,
         [x if need else None for x, need in zip(written, needs, strict=False)],
         grad_lse,
     )
