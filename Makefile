@@ -20,9 +20,9 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 STALE := stale
 endif
 
-.PHONY: help setup test test-all bench lint format clean stale
+.PHONY: help setup test test-all sanitize bench bench-gate lint format clean stale
 help:
-	@echo "make setup | test | test-all | bench | lint | format | clean    [VENV=an/environment]"
+	@echo "make setup | test | test-all | sanitize | bench | bench-gate | lint | format | clean    [VENV=an/environment]"
 
 setup: $(STAMP)
 
@@ -45,8 +45,21 @@ test: setup
 test-all: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -p no:benchmark $(ARGS)
 
+# The C++ kernels under the address and undefined-behaviour sanitizers, fresh memory full of NaN.
+SANITIZED := build/sanitized
+sanitize: setup
+	CXXFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -DAB_POISON" \
+	  $(RUN) setup.py -q build_ext --force --build-lib $(SANITIZED) --build-temp $(SANITIZED)/objects
+	OMP_NUM_THREADS=1 ATTNBIAS_CPU_LIBRARY=$(SANITIZED)/attnbias/libattnbias.so \
+	  LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+	  $(RUN) -m pytest -n $(WORKERS) -p no:benchmark -m "not slow" tests/test_cpu.py tests/test_cpu_edges.py \
+	  tests/test_cpu_sort.py $(ARGS)
+
 bench: setup
 	$(RUN) -m attnbias.benchmarks $(ARGS)
+
+bench-gate: setup
+	$(RUN) -m attnbias.benchmarks gate $(ARGS)
 
 lint: setup
 	$(RUN) -m ruff check

@@ -1,112 +1,75 @@
-"""``python -m attnbias.benchmarks``: what building a layout costs, beside peers and as it grows."""
+"""``attnbias bench``: attention beside its peers on this machine, and what layouts cost."""
 
 import argparse
-from collections.abc import Callable
-from functools import partial
-from importlib.util import find_spec
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
-from . import cases, peers, report
-from .timing import Point, Spread, interleave, one_thread
+from . import cases, costs, gate, layouts, report
+from .attention import MATMUL, OURS, Result, race
+from .peers import PEERS
+from .timing import one_thread
 
-
-class Race(NamedTuple):
-    """The same work done here and by a peer."""
-
-    name: str
-    ours: Callable[[], object]
-    peer_name: str
-    peer: Callable[[], object]
+WHAT = ("all", "attention", "layouts", "gate", "costs")
 
 
-def races(tokens: int) -> list[Race]:
-    """What is timed beside a peer; the graph needs scipy."""
-    local = Race(
-        f"{cases.LOCAL.name}, {tokens:,} tokens",
-        partial(cases.LOCAL.build, tokens),
-        "create_block_mask",
-        partial(peers.block_mask, tokens),
-    )
-    if not find_spec("scipy"):
-        print("no graph: scipy is not installed")
-        return [local]
-    edges = cases.random_edges()
-    graph = Race(
-        f"graph, {cases.EDGES:,} edges",
-        partial(cases.build_graph, edges),
-        "scipy: CSR and its transpose",
-        partial(peers.csr_both_ways, *edges.numpy()),
-    )
-    return [local, graph]
+def attention_rows(names: Iterable[str], rounds: int, peers: list[str]) -> list[Result]:
+    """Time each case forward, and forward with backward, beside the peers that can run it."""
+    results = []
+    for name in names:
+        case = cases.CASES[name]()
+        for backward in (False, True):
+            report.progress(f"{name}, {'forward and backward' if backward else 'forward'}")
+            results.append(race(case, peers, backward=backward, rounds=rounds))
+    return results
 
 
-def race_rows(race: Race, rounds: int) -> list[list[str]]:
-    """Time both in turn, and compare them round by round."""
-    report.progress(f"{race.name} beside {race.peer_name}, {rounds} rounds")
-    ours, peer = interleave([race.ours, race.peer], rounds)
-    ratios = Spread.of([theirs / mine for mine, theirs in zip(ours, peer, strict=True)])
-    return [
-        [race.name, "attnbias", report.times(Spread.of(ours)), ""],
-        ["", race.peer_name, report.times(Spread.of(peer)), report.ratio(ratios)],
+def print_attention(results: list[Result]) -> None:
+    """Print what was timed, one line a case and pass."""
+    rows = [
+        [
+            f"{result.case.name}, {result.case.tokens:,}",
+            "forward + backward" if result.backward else "forward",
+            report.times(result.times[OURS]),
+            f"{result.rate / 1e9:.0f}",
+            f"{result.ratios[MATMUL].median:.0%}",
+            ", ".join(
+                f"{name} {report.ratio(ratio)}" for name, ratio in result.ratios.items() if name != MATMUL
+            ),
+        ]
+        for result in results
     ]
-
-
-def growth(case: cases.Case, sizes: list[int], rounds: int) -> list[Point]:
-    """Time one case at each number of tokens."""
-    points = []
-    for tokens in sizes:
-        report.progress(f"{case.name}, {tokens:,} tokens, {rounds} rounds")
-        (samples,) = interleave([partial(case.build, tokens)], rounds)
-        points.append(Point(tokens, Spread.of(samples), case.build(tokens).stats().bytes))
-    return points
-
-
-def growth_rows(name: str, points: list[Point]) -> list[list[str]]:
-    """Write each point beside the one at half its tokens."""
-    rows = []
-    for half, point in zip([None, *points], points, strict=False):
-        rows.append(
-            [
-                name,
-                f"{point.tokens:,}",
-                report.times(point.time),
-                f"{point.time.median / half.time.median:.2f}x" if half else "",
-                f"{point.bytes:,}",
-                f"{point.bytes / half.bytes:.2f}x" if half else "",
-                f"{point.bytes / point.tokens:.1f}",
-            ]
-        )
-    return rows
+    header = ["keys of a query, tokens", "pass", "time", "GFLOP/s", "of torch.mm", "peer / attnbias"]
+    report.table("Attention, one thread: useful work alone is counted", header, rows)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="attnbias bench", description=__doc__)
+    parser.add_argument("what", nargs="?", default="all", choices=WHAT, help="what to measure (all)")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--case", default="", help="gate and attention: only cases that hold these words")
+    parser.add_argument("--level", help="gate: hold both sides to an instruction level, such as avx2")
+    parser.add_argument("--flex", action="store_true", help="attention: FlexAttention too, which compiles")
     parser.add_argument("--rounds", type=int, default=5, help="samples of each time (5)")
     parser.add_argument("--results", type=Path, default=Path("results"), help="where plots go")
     args = parser.parse_args(argv)
-    sizes = [2**power for power in (range(11, 14) if args.quick else range(14, 21))]
-
+    if args.level:
+        gate.hold_to(args.level)
     print(report.machine())
-    for case in cases.GROWTH:
-        case.check(2_000)
-    with one_thread():
-        raced = [row for race in races(sizes[0]) for row in race_rows(race, args.rounds)]
-        curves = {case.name: growth(case, sizes, args.rounds) for case in cases.GROWTH}
-    report.progress("")
-    report.table("Building a layout", ["", "by", "time", "times attnbias"], raced)
-    report.table(
-        "Growth of a layout",
-        ["relation", "tokens", "time", "vs half", "bytes", "vs half", "a token"],
-        [row for name, points in curves.items() for row in growth_rows(name, points)],
-    )
-    if find_spec("matplotlib"):
-        path = args.results / "layout-growth.png"
-        report.plot_growth(curves, path)
-        print(f"plot: {path}")
-    else:
-        print("no plot: matplotlib is not installed")
+    if args.what == "gate":
+        return gate.run(args.rounds, args.case)
+    if args.what == "costs":
+        return costs.run(args.rounds)
+    if args.what in ("all", "attention"):
+        names = [name for name in (cases.CASES if args.case else cases.QUICK) if args.case in name]
+        skipped = () if args.flex else ("Flex", "Flex 64")
+        peers = [MATMUL, *(name for name in PEERS if name not in skipped)]
+        with one_thread():
+            results = attention_rows(names[:2] if args.quick else names, args.rounds, peers)
+        report.progress("")
+        print_attention(results)
+    if args.what in ("all", "layouts"):
+        powers = range(11, 14) if args.quick else range(14, 21)
+        layouts.run([2**power for power in powers], args.rounds, args.results)
     return 0
 
 

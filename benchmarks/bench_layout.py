@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from . import cases, peers
+from . import layouts
 from .timing import one_thread
 
 TOKENS = 16_384
@@ -22,31 +22,31 @@ def single_thread() -> Iterator[None]:
 
 @pytest.mark.benchmark(group="causal & window, 16,384 tokens")
 def test_local_layout(benchmark: BenchmarkFixture) -> None:
-    cases.LOCAL.check(2_000)
-    benchmark(cases.LOCAL.build, TOKENS)
+    layouts.LOCAL.check(2_000)
+    benchmark(layouts.LOCAL.build, TOKENS)
 
 
 @pytest.mark.benchmark(group="causal & window, 16,384 tokens")
 def test_local_block_mask(benchmark: BenchmarkFixture) -> None:
-    benchmark.pedantic(peers.block_mask, (TOKENS,), rounds=3, warmup_rounds=1)
+    benchmark.pedantic(layouts.block_mask, (TOKENS,), rounds=3, warmup_rounds=1)
 
 
 @pytest.mark.benchmark(group="growth")
 @pytest.mark.parametrize("tokens", [2**14, 2**17, 2**20])
-@pytest.mark.parametrize("case", cases.GROWTH, ids=lambda case: case.name)
-def test_growth(benchmark: BenchmarkFixture, case: cases.Case, tokens: int) -> None:
+@pytest.mark.parametrize("case", layouts.GROWTH, ids=lambda case: case.name)
+def test_growth(benchmark: BenchmarkFixture, case: layouts.Case, tokens: int) -> None:
     layout = benchmark.pedantic(case.build, (tokens,), rounds=5, warmup_rounds=1)
     benchmark.extra_info["bytes"] = layout.stats().bytes
 
 
 @pytest.mark.benchmark(group="graph, 2 M edges")
 def test_graph_layout(benchmark: BenchmarkFixture) -> None:
-    edges = cases.random_edges()
-    benchmark.pedantic(cases.build_graph, (edges,), rounds=5, warmup_rounds=1)
+    edges = layouts.random_edges()
+    benchmark.pedantic(layouts.build_graph, (edges,), rounds=5, warmup_rounds=1)
 
 
 @pytest.mark.benchmark(group="graph, 2 M edges")
 def test_graph_scipy(benchmark: BenchmarkFixture) -> None:
     pytest.importorskip("scipy")
-    source, target = cases.random_edges().numpy()
-    benchmark.pedantic(peers.csr_both_ways, (source, target), rounds=5, warmup_rounds=1)
+    source, target = layouts.random_edges().numpy()
+    benchmark.pedantic(layouts.csr_both_ways, (source, target), rounds=5, warmup_rounds=1)

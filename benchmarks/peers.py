@@ -1,30 +1,126 @@
-"""The same work done by others."""
+"""The same attention done by others; a peer that cannot run a case says why, in words."""
 
-from typing import Any
+from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from .cases import NODES
+from .cases import Attend, Case
 
-
-def block_mask(tokens: int) -> BlockMask:
-    """Build FlexAttention's mask for ``Causal() & Window(before=255)``, by its default."""
-
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q - k <= 255)
-
-    return create_block_mask(mask_mod, None, None, tokens, tokens, device="cpu")
+MOST_PAIRS = 4096 * 4096  # that a peer without sparsity is asked to compute
 
 
-def csr_both_ways(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> tuple[Any, Any]:
-    """Sort edges by target, then by source, with the edge's number as value.
+class CannotRunError(Exception):
+    """A peer has no way to compute a case."""
 
-    The transpose is taken from the first result, which is quicker than sorting the edges again.
-    """
-    from scipy.sparse import coo_matrix
 
-    number = np.arange(len(source), dtype=np.int32)
-    by_target = coo_matrix((number, (target, source)), shape=(NODES, NODES)).tocsr()
-    return by_target, by_target.T.tocsr()
+def sdpa(case: Case) -> Attend:
+    """Torch's dense kernel, where it knows the relation."""
+    if not (case.is_full or case.is_causal):
+        raise CannotRunError("knows only full and causal")
+    grouped = case.key_heads is not None
+    return partial(scaled_dot_product_attention, is_causal=case.is_causal, enable_gqa=grouped)
+
+
+def sdpa_mask(case: Case) -> Attend:
+    """Torch's dense kernel with a boolean mask: every pair is computed."""
+    if case.is_full or case.is_causal:
+        raise CannotRunError("needs no mask for it")
+    if case.q_len * case.tokens > MOST_PAIRS:
+        raise CannotRunError(f"computes all {case.q_len * case.tokens:,} pairs, which takes minutes")
+    mask = case.relation.dense(case.q_len, case.tokens, "end")
+    return partial(scaled_dot_product_attention, attn_mask=mask)
+
+
+def sdpa_chunks(case: Case) -> Attend:
+    """A window by hand: each chunk of queries with its own and the previous chunk of keys."""
+    width = case.window
+    if not width or case.tokens % width:
+        raise CannotRunError("cuts windows into chunks, nothing else")
+    count = case.tokens // width
+    q, k = torch.arange(width, 2 * width)[:, None], torch.arange(2 * width)
+    near = (k <= q) & (q - k < width)  # [width, 2 width]
+    mask = near.repeat(count, 1, 1)
+    mask[0, :, :width] = False  # nothing comes before the first chunk
+    mask = mask.repeat(case.heads, 1, 1)[:, None]  # [heads * count, 1, width, 2 width]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        B, H, L, D = query.shape
+
+        def pairs(x: Tensor) -> Tensor:
+            chunks = pad(x, (0, 0, width, 0)).unfold(2, 2 * width, width)  # [B, H, count, D, 2 width]
+            return chunks.mT.reshape(H * count, 1, 2 * width, D)
+
+        queries = query.reshape(H * count, 1, width, D)
+        out = scaled_dot_product_attention(queries, pairs(key), pairs(value), attn_mask=mask)
+        return out.reshape(B, H, L, D)
+
+    return attend
+
+
+def sdpa_documents(case: Case) -> Attend:
+    """A Python loop over the documents, each one causal call."""
+    if not case.documents:
+        raise CannotRunError("loops over documents, and there are none")
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        parts = zip(*(x.split(case.documents, dim=2) for x in (query, key, value)), strict=True)
+        outs = [scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in parts]
+        return torch.cat(outs, dim=2)
+
+    return attend
+
+
+def gather(case: Case) -> Attend:
+    """Gather the neighbours' keys and values, then a dense softmax; takes and gives [1, N, H, D]."""
+    index = case.neighbours
+    if index is None:
+        raise CannotRunError("needs the same number of neighbours for every query")
+    scale = case.size**-0.5
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = torch.einsum("nhd,nkhd->nhk", query[0], key[0][index]) * scale
+        return torch.einsum("nhk,nkhd->nhd", scores.softmax(-1), value[0][index])[None]
+
+    return attend
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
+    return compiled
+
+
+def flex(case: Case, block: int = 128) -> Attend:
+    """FlexAttention compiled: on CPUs forward only."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask_mod = case.mask_mod
+    if case.neighbours is not None:
+        table = case.relation.dense(case.q_len, case.tokens)
+        mask_mod = lambda b, h, q, k: table[q, k]  # noqa: E731
+    if mask_mod is None and not case.is_full:
+        raise CannotRunError("has no mask_mod for it")
+    if not mask_mod:
+        return _compiled_flex()
+    mask = create_block_mask(mask_mod, None, None, case.q_len, case.tokens, device="cpu", BLOCK_SIZE=block)
+    return partial(_compiled_flex(), block_mask=mask)
+
+
+PEERS: dict[str, Callable[[Case], Attend]] = {
+    "SDPA": sdpa,
+    "SDPA, mask": sdpa_mask,
+    "SDPA, chunks": sdpa_chunks,
+    "SDPA, loop": sdpa_documents,
+    "gather": gather,
+    "Flex": flex,
+    "Flex 64": partial(flex, block=64),
+}
+FORWARD_ONLY = ("Flex", "Flex 64")
+BY_NODE = ("gather",)  # takes [B, N, H, D]

@@ -1,6 +1,8 @@
 """The C++ tile kernels against float64, on every instruction level of this machine."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -209,6 +211,41 @@ def test_zero_lengths():
         out, lse, dq, dk, dv = compute(call, d_out, None)
         assert out.shape == d_out.shape and not out.any() and (lse == -torch.inf).all()
         assert not dq.any() and not dk.any() and not dv.any()
+
+
+def test_a_damaged_layout_never_reaches_a_kernel():
+    call = make_call(RELATIONS["causal"], (1, 1, 1, 200, 200, 8, 8))
+    want = cpu.forward(call)[0]
+    again = ab.Layout(call.layout.buffer.clone(), call.layout.where)
+    call.layout = again
+    assert torch.equal(cpu.forward(call)[0], want) and again.is_trusted
+    again.q_tile[0] = 99
+    assert not again.is_trusted
+    with pytest.raises(ValueError, match="layout: q_tile"):
+        cpu.forward(call)
+    call.layout = ab.Layout(ab.Layout.build(ab.Causal(), 200, 200).buffer, again.where + 0)
+    call.layout.where[1] = 10**6
+    with pytest.raises(ValueError, match="layout: "):
+        cpu.forward(call)
+    with torch.inference_mode():
+        assert ab.Layout.build(ab.Causal(), 20, 20).is_trusted
+
+
+MISSING = """
+import torch, attnbias as ab
+x = torch.zeros(1, 1, 2, 4)
+print(ab.explain(x, x, x))
+"""
+
+
+@pytest.mark.parametrize(("name", "words"), [("no.so", "without its C++ library"), ("bad.so", "bad.so")])
+def test_without_the_library_the_reason_is_told(tmp_path, monkeypatch, name, words):
+    (tmp_path / "bad.so").write_text("not a library")
+    monkeypatch.setenv("ATTNBIAS_CPU_LIBRARY", str(tmp_path / name))
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    run = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, check=False)
+    assert run.stdout.startswith("backend rows: "), run.stderr
+    assert "not     cpu: library: " in run.stdout and words in run.stdout
 
 
 def test_struct_has_the_size_that_the_library_knows():

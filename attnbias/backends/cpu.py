@@ -26,6 +26,8 @@ ABI_VERSION = 1
 LARGEST = 256  # of D and E
 FEW = 4  # queries that csrc/few.h takes, with scratch; a forward pass over more seldom needs any
 
+LARGE = 1 << 20  # bytes of a result whose pages are worth a request of their own
+
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ERRORS = {1: "no memory", 2: "too little scratch", 3: "an argument the kernels do not take"}
 _NONE = (0, 0, 0, 0, 0, 0)  # an ab_tensor that is not there
@@ -52,6 +54,9 @@ class _Library:
         self.level = library.ab_level
         self.levels = library.ab_levels
         self.call_bytes = library.ab_call_bytes
+        self.expect_writes = library.ab_expect_writes
+        self.expect_writes.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
+        self.expect_writes.restype = None
         for function in (self.forward, self.backward, self.force_level):
             function.argtypes = (ctypes.c_char_p,)
             function.restype = ctypes.c_int32
@@ -137,6 +142,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     E = call.value.shape[3]
     is_plain = E == D and query.is_contiguous()  # the usual case, told apart quickly
     out = torch.empty_like(query) if is_plain else empty_like_query(query, E)
+    _expect_writes(out)
     lse = query.new_empty((B, H, Q), dtype=torch.float32)
     inputs = _dense(query), _dense(call.key), _dense(call.value)
     head = _head(call, inputs, out, lse)
@@ -164,6 +170,8 @@ def backward(
     ]
     # A gradient lies in memory like its input; the kernels write dense rows.
     written = [_empty_dense(grad) for grad in grads]
+    for rows in written:
+        _expect_writes(rows)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     head = _head(
@@ -197,6 +205,12 @@ def _run(function: object, scratch_bytes: object, head: bytes, layout: bytes, is
     status = function(head + tail + layout)  # type: ignore[operator]
     if status:
         raise RuntimeError(f"the CPU kernels failed: {_ERRORS.get(status, status)}")
+
+
+def _expect_writes(x: Tensor) -> None:
+    """Have the pages of fresh memory made at once; see ``csrc/pages.h``."""
+    if x.nbytes >= LARGE:
+        library().expect_writes(x.data_ptr(), x.nbytes, torch.get_num_threads())
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -249,10 +263,12 @@ def _head(
 def _layout(layout: Layout) -> tuple[bytes, bool]:
     """Return an ab_layout, and whether a forward pass over it needs scratch."""
     buffer = layout.buffer
+    if not layout.is_trusted:
+        layout.validate()
     # Kept on the tensor: the op makes a new Layout around it in every call.
-    kept: tuple[int, bytes, bool] | None = getattr(buffer, "_attnbias_cpu", None)
+    kept: tuple[int, Tensor, bytes, bool] | None = getattr(buffer, "_attnbias_cpu", None)
     start = buffer.data_ptr()
-    if kept is None or kept[0] != start:
+    if kept is None or kept[0] != start or kept[1] is not layout.where:
         offsets = layout.where.tolist()[len(SIZES) :]
         sizes = layout.sizes
         packed = _LAYOUT.pack(
@@ -261,6 +277,6 @@ def _layout(layout: Layout) -> tuple[bytes, bool]:
             *(start + 4 * offset for offset in offsets),
         )
         few = sizes["q_len"] <= FEW
-        kept = (start, packed, few or sizes["groups"] > 1 or sizes["edges"] > 0)
+        kept = (start, layout.where, packed, few or sizes["groups"] > 1 or sizes["edges"] > 0)
         buffer._attnbias_cpu = kept  # type: ignore[attr-defined]
-    return kept[1], kept[2]
+    return kept[2], kept[3]

@@ -81,7 +81,7 @@ def build_layout(
         bound = _without_edges(relation, bound, start)
     costs = COSTS["cpu" if device.type == "cpu" else "gpu"]
     tiling, edges = _choose(bound, form, tile, costs)
-    return _assemble(tiling, edges, bound.group, start).to(device)
+    return _assemble(tiling, edges, bound.group, start).trust().to(device)
 
 
 def _without_edges(relation: Relation, bound: Bound, q_start: int) -> Bound:

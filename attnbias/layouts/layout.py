@@ -241,7 +241,27 @@ class Layout:
 
     def to(self, device: torch.device | str) -> Layout:
         """The same layout on another device."""
-        return Layout(self.buffer.to(device), self.where)
+        moved = Layout(self.buffer.to(device), self.where)
+        return moved.trust() if self.is_trusted else moved
+
+    def trust(self) -> Layout:
+        """Note that the lists are right as they are now: made by the builder, or validated.
+
+        Noted on the buffer, because the op makes a new Layout around it in every call; a change of it, or
+        another ``where``, ends the trust.
+        """
+        self.buffer._attnbias_trusted = self._state  # type: ignore[attr-defined]
+        return self
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the lists were found right and are unchanged, so that kernels may follow them."""
+        kept = getattr(self.buffer, "_attnbias_trusted", None)
+        return kept is not None and kept[0] is self.where and kept[1:] == self._state[1:]
+
+    @property
+    def _state(self) -> tuple[Tensor, int, int]:
+        return self.where, _version(self.buffer), _version(self.where)
 
     def check(self, q_len: int, k_len: int, batch: int, heads: int) -> None:
         """Raise unless the layout fits tensors of these sizes."""
@@ -328,6 +348,7 @@ class Layout:
         from .storage import validate
 
         validate(self)
+        self.trust()
 
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file."""
@@ -366,6 +387,11 @@ class Layout:
             f"batch={self.batch}, heads={self.heads}, tile={self.tile}, tiles={self.tiles}, "
             f"edges={self.edges}, device={str(self.device)!r})"
         )
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor was changed; those made under inference_mode do not count."""
+    return 0 if x.is_inference() else x._version
 
 
 _pytree.register_pytree_node(

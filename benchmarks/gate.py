@@ -1,0 +1,180 @@
+"""The floors that speed must not fall below: ``make bench-gate``.
+
+Ratios alone are judged: both sides in one run, one thread, process CPU time, in turn. Floors are for x86 with
+AVX2; ``--level avx2`` holds both sides to it on a machine that has more.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from . import report
+from .attention import MATMUL, race, steps
+from .cases import CASES, Case, causal, window
+from .timing import Spread, interleave, one_thread, sample
+
+
+class Row(NamedTuple):
+    """A case and pass beside a peer: the peer's time over ours (of torch.mm: our share of its rate)."""
+
+    case: str
+    backward: bool
+    peer: str
+    floor: float
+    goal: float
+
+
+FORWARD, BOTH = False, True
+ROWS = (
+    *(Row(name, FORWARD, "Flex", 2.0, 3.0) for name in ("window@4096", "window@16384")),
+    *(Row(name, FORWARD, "Flex 64", 2.0, 3.0) for name in ("window@4096", "window@16384")),
+    *(Row(name, FORWARD, "Flex", 2.0, 2.8) for name in ("causal@2048", "causal@8192", "full@2048")),
+    Row("documents@8192", FORWARD, "Flex", 2.5, 3.5),
+    Row("causal@2048", FORWARD, "SDPA", 1.25, 1.6),
+    Row("causal@2048", BOTH, "SDPA", 1.25, 1.7),
+    Row("causal@8192", FORWARD, "SDPA", 1.1, 1.5),
+    Row("causal@8192", BOTH, "SDPA", 1.1, 1.5),
+    Row("full@2048", FORWARD, "SDPA", 1.05, 1.4),
+    Row("full@2048", BOTH, "SDPA", 1.05, 1.4),
+    Row("documents@8192", FORWARD, "SDPA, loop", 1.5, 2.4),
+    Row("documents@8192", BOTH, "SDPA, loop", 1.7, 2.5),
+    *(Row(name, FORWARD, "SDPA, chunks", 3.8, 5.5) for name in ("window@4096", "window@16384")),
+    *(Row(name, BOTH, "SDPA, chunks", 2.6, 4.0) for name in ("window@4096", "window@16384")),
+    Row("window@4096", FORWARD, "SDPA, mask", 14, 24),
+    Row("knn@16384", FORWARD, "gather", 55, 90),
+    Row("knn@16384", BOTH, "gather", 28, 60),
+    Row("knn@16384", FORWARD, "Flex", 40, 80),
+    *(Row(name, FORWARD, MATMUL, 0.78, 1.0) for name in ("causal@2048", "causal@8192", "full@2048")),
+    *(Row(name, FORWARD, MATMUL, 0.62, 0.85) for name in ("window@4096", "window@16384")),
+    Row("bfloat16 causal@2048", FORWARD, "SDPA", 1.2, 1.6),
+    Row("bfloat16 causal@2048", BOTH, "SDPA", 6, 9),
+    *(
+        Row(name, FORWARD, "SDPA", 1.15, 1.5)
+        for name in (
+            "D=32 causal@2048",
+            "D=80 causal@2048",
+            "D=128 causal@2048",
+            "heads 8/2 causal@2048",
+            "decoding@8192",
+            "32 x causal@128",
+        )
+    ),
+    Row("1 head causal@128", FORWARD, "SDPA", 1.0, 1.5),
+)
+
+# Time a token may grow by this factor from the first number of tokens to the last.
+GROWTH, GROWTH_TOKENS = 1.15, (4096, 262144)
+# torch.mm and attention in turn, on all threads, may take this factor of the sum of both alone.
+ALTERNATING = 1.1
+
+
+def hold_to(level: str) -> None:
+    """Hold torch and these kernels to an instruction level; starts the program anew the first time.
+
+    Raises:
+        ValueError: if this machine has no such level.
+    """
+    from attnbias.backends import cpu
+
+    cpu.force_level(level)
+    if level != "avx2":
+        return
+    wanted = {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+    }
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.environ.update(wanted)
+        os.execv(sys.executable, sys.orig_argv)  # torch reads them once, when it starts
+    import torch._inductor.config
+
+    torch._inductor.config.cpp.simdlen = 256
+
+
+def measure(rows: list[Row], rounds: int) -> Iterator[tuple[Row, Spread]]:
+    """Each case and pass once, with all its peers in turn."""
+    for name in dict.fromkeys(row.case for row in rows):
+        case = CASES[name]()
+        for backward in (False, True):
+            wanted = [row for row in rows if (row.case, row.backward) == (name, backward)]
+            if not wanted:
+                continue
+            report.progress(f"{name}, {'forward and backward' if backward else 'forward'}")
+            result = race(case, [row.peer for row in wanted], backward=backward, rounds=rounds)
+            for row in wanted:
+                yield row, result.ratios[row.peer]
+
+
+def growth(rounds: int) -> Spread:
+    """Seconds a token at the last number of tokens over those at the first."""
+    few, many = (_forward(window(tokens)) for tokens in GROWTH_TOKENS)
+    samples = zip(*interleave([few, many], rounds), strict=True)
+    factor = GROWTH_TOKENS[0] / GROWTH_TOKENS[1]
+    return Spread.of([long / short * factor for short, long in samples])
+
+
+def alternating(rounds: int) -> Spread:
+    """Seconds of torch.mm and attention in turn over the sum of both alone, on all threads."""
+    attend = _forward(causal(2048))
+    square = torch.randn(1024, 1024)
+    multiply = partial(torch.mm, square, square)
+
+    def both() -> None:
+        multiply()
+        attend()
+
+    ratios = []
+    for _ in range(rounds):
+        alone = sample(multiply) + sample(attend)
+        ratios.append(sample(both) / alone)
+    return Spread.of(ratios)
+
+
+def _forward(case: Case) -> Callable[[], object]:
+    return steps(case.attend, case.inputs(), backward=False)
+
+
+def run(rounds: int, wanted: str) -> int:
+    """Measure every row whose case or peer holds the words, print the table; the exit code."""
+    from attnbias.backends import cpu
+
+    rows = [row for row in ROWS if wanted in row.case or wanted in row.peer]
+    lines, failed = [], 0
+    with one_thread():
+        for row, ratio in measure(rows, rounds):
+            held = ratio.median >= row.floor
+            failed += not held
+            what = "forward + backward" if row.backward else "forward"
+            verdict = "below floor" if not held else "goal" if ratio.median >= row.goal else "ok"
+            lines.append(
+                [row.case, what, row.peer, f"{row.floor:g}", f"{row.goal:g}", report.ratio(ratio), verdict]
+            )
+        if not wanted:
+            report.progress("growth of a window, and turns with torch.mm")
+            token = growth(rounds)
+            failed += token.median > GROWTH
+            lines.append(_limit("window 256: time a token, 262,144 over 4,096", GROWTH, token))
+    if not wanted:
+        turns = alternating(rounds)
+        failed += turns.median > ALTERNATING
+        lines.append(_limit("torch.mm and causal in turn over both alone", ALTERNATING, turns))
+    report.progress("")
+    report.table(
+        f"Floors, level {cpu.level()}, torch at {torch.backends.cpu.get_cpu_capability()}",
+        ["case", "pass", "peer", "floor", "goal", "peer / attnbias", ""],
+        lines,
+    )
+    print(f"{len(lines) - failed} held, {failed} below floor")
+    return 1 if failed else 0
+
+
+def _limit(name: str, limit: float, measured: Spread) -> list[str]:
+    verdict = "ok" if measured.median <= limit else "above limit"
+    return [name, "forward", "", f"<= {limit:g}", "", report.ratio(measured), verdict]
