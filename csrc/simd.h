@@ -82,28 +82,6 @@ AB_INLINE F maximum(F x, F y) {
 #endif
 }
 
-AB_INLINE float max_of(F x) {
-  float result = x[0];
-  for (int i = 1; i < VL; i++) result = result > x[i] ? result : x[i];
-  return result;
-}
-
-// In a fixed order: lanes half a vector apart are added first.
-AB_INLINE float sum_of(F x) {
-#if defined(__AVX512F__)
-  __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x),
-                              _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)x, 1)));
-  __m128 y = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-#elif defined(__AVX2__)
-  __m128 y = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
-#elif defined(__SSE2__)
-  __m128 y = (__m128)x;
-#else
-  F y = x;
-#endif
-  return (y[0] + y[2]) + (y[1] + y[3]);
-}
-
 AB_INLINE bool any_differs(F x, F y) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask((__m512)x, (__m512)y, _CMP_NEQ_UQ) != 0;

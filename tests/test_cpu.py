@@ -9,7 +9,7 @@ from torch import Tensor
 import attnbias as ab
 from attnbias.backends import cpu
 from attnbias.problem import Call
-from attnbias.testing import assert_no_worse, eager, make_inputs
+from attnbias.testing import assert_no_worse, eager, magnitudes, make_inputs
 
 if cpu.missing():
     pytest.skip(str(cpu.missing()), allow_module_level=True)
@@ -78,11 +78,12 @@ def check(call: Call) -> None:
     same = expected(call, call.query.dtype, d_out, d_lse)
     truth = expected(call, torch.float64, d_out, d_lse)
     empty = (truth[1] == -torch.inf)[..., None]
-    names = ("out", "lse", "dq", "dk", "dv")
+    sizes = magnitudes(call.query, call.key, call.value, d_out, d_lse, call.scale)
+    names = ("out", "lse", "query", "key", "value")
     for name, x, eager_x, oracle in zip(names, got, same, truth, strict=True):
         factor = 2.0 if name in ("out", "lse") else 3.0
-        where = empty if name in ("out", "dq") else None
-        assert_no_worse(name, x, eager_x, oracle, factor, empty=where)
+        where = empty if name in ("out", "query") else None
+        assert_no_worse(name, x, eager_x, oracle, factor, empty=where, magnitude=sizes[name])
 
 
 @pytest.mark.parametrize("tile", [64, 128])
@@ -100,19 +101,31 @@ def test_half_precision(relation, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("Q", [1, 2, 4, 5])
+@pytest.mark.parametrize("Q", [1, 2, 3, 4, 5, 8, 16, 17])
 @pytest.mark.parametrize("relation", ["full", "causal", "scattered", "rare", "empty"])
 def test_few_queries(relation, Q, dtype):
     for D, E in ((64, 64), (20, 13), (3, 200)):
-        q, k, v = make_inputs(Q, 1, 4, 2, Q, 200, D, E, dtype)
-        layout = ab.Layout.build(RELATIONS[relation], Q, 200, form="tiles", q_start="end")
-        call = Call(q, k, v, layout, (), None, None, D**-0.5, 0.0, 0.0, "")
-        d_out, d_lse = make_grads(call)
-        out, lse = cpu.forward(call)
-        same = expected(call, dtype, d_out, d_lse)
-        truth = expected(call, torch.float64, d_out, d_lse)
-        assert_no_worse("out", out, same[0], truth[0])
-        assert_no_worse("lse", lse, same[1], truth[1])
+        for softcap in (0.0, 2.0):
+            q, k, v = make_inputs(Q, 1, 4, 2, Q, 200, D, E, dtype)
+            layout = ab.Layout.build(RELATIONS[relation], Q, 200, form="tiles", q_start="end")
+            check(Call(q, k, v, layout, (), None, None, D**-0.5, softcap, 0.0, ""))
+
+
+@pytest.mark.parametrize("Q", [1, 3, 7])
+def test_few_queries_whose_heads_differ(Q):
+    """Heads that share their keys, with and without a common relation, and negative scores."""
+    odd = ab.Where(lambda q, k: (q + k) % 2 == 1)
+    for relation in (ab.PerHead([ab.Full(), odd, ab.Empty(), ab.Prefix(9)]), odd):
+        for scale in (-0.4, 0.0, None):
+            check(make_call(relation, (2, 4, 2, Q, 150, 16, 16), scale=scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_queries_against_many_keys(dtype):
+    """Keys are cut into parts, whose sums are merged: the same bits whatever the threads."""
+    call = make_call(ab.Full(), (1, 4, 2, 3, 6500, 32, 24), tile=128, dtype=dtype)
+    check(call)
+    check_threads(call, *make_grads(call))
 
 
 @pytest.mark.parametrize("order", ["BLHD", "LBHD", "BHDL"])
@@ -153,7 +166,10 @@ def test_needs(needs):
 @pytest.mark.parametrize("relation", ["causal", "scattered", "full"])
 def test_threads_do_not_change_a_bit(relation, dtype):
     call = make_call(RELATIONS[relation], (1, 4, 2, 700, 700, 32, 32), dtype=dtype)
-    d_out, d_lse = make_grads(call)
+    check_threads(call, *make_grads(call))
+
+
+def check_threads(call: Call, d_out: Tensor, d_lse: Tensor) -> None:
     before = torch.get_num_threads()
     try:
         results = []

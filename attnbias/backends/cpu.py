@@ -24,7 +24,7 @@ name = "cpu"
 
 ABI_VERSION = 1
 LARGEST = 256  # of D and E
-FEW = 4  # queries that csrc/few.h takes, with scratch; a forward pass over more seldom needs any
+FEW = 16  # queries that csrc/few.h takes at most, with scratch; a forward pass over more seldom needs any
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ERRORS = {1: "no memory", 2: "too little scratch", 3: "an argument the kernels do not take"}
