@@ -77,8 +77,8 @@ AB_APART void head_dots(const T *x, int64_t x_head, const Rows<const T> &rows, i
 // w + (place[j] - origin) * 16.
 template <int N, class T>
 AB_APART void head_gather(const float *w, const int32_t *place, int64_t origin, const Rows<const T> &rows,
-                           int64_t head, const int32_t *row, int64_t n, const float *alpha,
-                           const float *from, int64_t from_head, float *y, int64_t y_head) {
+                          int64_t head, const int32_t *row, int64_t n, const float *alpha,
+                          const float *from, int64_t from_head, float *y, int64_t y_head) {
   constexpr int HEADS = BLOCK / N;
   for (int h0 = 0; h0 < EIGHT; h0 += HEADS) {
     F sum[HEADS][N] = {};

@@ -109,8 +109,7 @@ AB_INLINE void multiply_tile(const FewRows &rows, int64_t width, Rows keys, bool
     for (int64_t i = j; is_first && i < j + J; i++) prefetch_ahead(keys, i, 0, width);
     multiply_keys<R, J>(rows, width, keys.at + j * keys.row, keys.row, products + j);
   }
-  for (; j < count; j++)
-    multiply_keys<R, 1>(rows, width, keys.at + j * keys.row, keys.row, products + j);
+  for (; j < count; j++) multiply_keys<R, 1>(rows, width, keys.at + j * keys.row, keys.row, products + j);
 }
 
 // sums = keep * sums + weights values for R rows and N vectors of columns.

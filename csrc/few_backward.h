@@ -13,7 +13,7 @@ struct FewGradients {
   float *queries, *signed_queries, *d_out;  // [rows, width] twice, [rows, value_width]
   float *delta, *lse, *lse_rest;            // [rows]; lse as Score::split gives it
   float *probs, *d_scores;                  // [4, FEW_KEYS]
-  float *keys, *values;      // [FEW_KEYS, width], [FEW_KEYS, value_width], where they cannot be read in place
+  float *keys, *values;  // [FEW_KEYS, width], [FEW_KEYS, value_width], where they cannot be read in place
   float *d_keys, *d_values;  // the same
 
   // Lay out from `memory` on, which moves to the end.
@@ -98,8 +98,7 @@ static void add_meeting(const ab_call &call, const Score &score, const FewGradie
       weigh_few(call, score, buffer, r + i, queries.bits[i], first, count, buffer.probs + i * FEW_KEYS,
                 buffer.d_scores + i * FEW_KEYS);
     const float ones[4] = {1, 1, 1, 1};
-    if (call.dv.data)
-      add_outer<R>(buffer.probs, d_out.at, value_width, first, count, buffer.d_values);
+    if (call.dv.data) add_outer<R>(buffer.probs, d_out.at, value_width, first, count, buffer.d_values);
     if (call.dk.data)
       add_outer<R>(buffer.d_scores, buffer.queries + r * width, width, first, count, buffer.d_keys);
     if (call.dq.data)
@@ -125,8 +124,7 @@ static void few_backward_item(const ab_call &call, const Item &item, float *part
   const int64_t stop = tiles * (item.tile + 1) / chunks;
   for (int64_t t = tiles * item.tile / chunks; t < stop; t++) {
     const int64_t start = t * tile, n = min64(tile, call.K - start);
-    const Rows keys =
-        rows_as_float(call.k, item.b, item.h, start, n, call.D, buffer.width, buffer.keys);
+    const Rows keys = rows_as_float(call.k, item.b, item.h, start, n, call.D, buffer.width, buffer.keys);
     const Rows values =
         rows_as_float(call.v, item.b, item.h, start, n, call.E, buffer.value_width, buffer.values);
     memset(buffer.d_keys, 0, (size_t)(n * buffer.width) * sizeof(float));
@@ -135,7 +133,8 @@ static void few_backward_item(const ab_call &call, const Item &item, float *part
       const int32_t *bounds = layout.k_ptr + (group_of(layout, item.b, first_head + s) * tiles + t) * 3;
       if (bounds[0] == bounds[2]) continue;
       const bool full = bounds[0] < bounds[1];
-      const int32_t *bits = full ? nullptr : layout.patterns + layout.k_mark[bounds[0]] * tile * (tile / 32);
+      const int32_t *bits =
+          full ? nullptr : layout.patterns + layout.k_mark[bounds[0]] * tile * (tile / 32);
       add_meeting(call, score, buffer, s * call.Q, heads * call.Q, bits, keys, values, n, parts, parts_row);
     }
     if (call.dk.data) write_rows(call.dk, item.b, item.h, start, n, call.D, buffer.d_keys, buffer.width);

@@ -154,13 +154,30 @@ AB_INLINE U narrow_float16(F x) {
 }
 #endif
 
-AB_INLINE F load(const Bfloat16 *p) { return (F)(__builtin_convertvector(*(const AnyHalf *)p, U) << 16); }
+// GCC 12 makes several instructions of __builtin_convertvector where one would do.
+AB_INLINE F load(const Bfloat16 *p) {
+#if defined(__AVX512F__)
+  const U bits = (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__AVX2__)
+  const U bits = (U)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+  const U bits = __builtin_convertvector(*(const AnyHalf *)p, U);
+#endif
+  return (F)(bits << 16);
+}
 
 AB_INLINE void store(Bfloat16 *p, F x) {
   U bits = (U)x;
   U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   U result = (bits & 0x7fffffffu) > 0x7f800000u ? U{} + 0x7fc0u : rounded;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)result));
+#elif defined(__AVX2__)
+  const __m256i pairs = _mm256_packus_epi32((__m256i)result, (__m256i)result);
+  _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08)));
+#else
   *(AnyHalf *)p = __builtin_convertvector(result, Half);
+#endif
 }
 
 AB_INLINE F load(const Float16 *p) {
