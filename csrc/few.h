@@ -13,7 +13,7 @@ namespace AB_LEVEL::tiles {
 constexpr int64_t FEW = VL;            // queries; above, panels of lanes are faster
 constexpr int64_t FEW_KEYS = 128;      // of a tile, at most
 constexpr int64_t CHUNK_KEYS = 2048;   // that one work item takes, or a little more
-constexpr int64_t AHEAD = 32;          // rows from a prefetch to its use
+constexpr int64_t AHEAD = 96;          // rows from a prefetch to its use
 constexpr int TREE = VL < 8 ? 8 : VL;  // products that one tree adds up across lanes
 
 // How many parts the keys are cut into, from the shape alone.
