@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,11 +137,9 @@ def window(tokens: int) -> Case:
 
 
 def documents(tokens: int, count: int = 16) -> Case:
-    """Documents of random lengths, each causal."""
-    generator = torch.Generator().manual_seed(1)
-    cuts = torch.randperm(tokens // 16 - 1, generator=generator)[: count - 1].sort().values + 1
-    ends = torch.cat([torch.tensor([0]), cuts * 16, torch.tensor([tokens])])
-    lengths = ends.diff()
+    """Documents of random lengths, multiples of 16, each causal."""
+    cuts = np.random.RandomState(1).choice(np.arange(1, tokens // 16), count - 1, replace=False)
+    lengths = torch.from_numpy(np.diff([0, *sorted(16 * cuts), tokens]))
     ids = torch.repeat_interleave(torch.arange(count), lengths)
     return Case(
         f"{count} documents & causal",

@@ -36,17 +36,23 @@ def sdpa_mask(case: Case) -> Attend:
     return partial(scaled_dot_product_attention, attn_mask=mask)
 
 
-def sdpa_chunks(case: Case) -> Attend:
-    """A window by hand: each chunk of queries with its own and the previous chunk of keys."""
+def sdpa_chunks(case: Case, *, keep_mask: bool = False) -> Attend:
+    """A window by hand: each chunk of queries with its own and the previous chunk of keys.
+
+    As it is written in models, where the mask is made in the call; ``keep_mask`` makes it once.
+    """
     width = case.window
     if not width or case.tokens % width:
         raise CannotRunError("cuts windows into chunks, nothing else")
     count = case.tokens // width
-    q, k = torch.arange(width, 2 * width)[:, None], torch.arange(2 * width)
-    near = (k <= q) & (q - k < width)  # [width, 2 width]
-    mask = near.repeat(count, 1, 1)
-    mask[0, :, :width] = False  # nothing comes before the first chunk
-    mask = mask.repeat(case.heads, 1, 1)[:, None]  # [heads * count, 1, width, 2 width]
+
+    def make_mask() -> Tensor:
+        q, k = torch.arange(width, 2 * width)[:, None], torch.arange(2 * width)
+        mask = ((k <= q) & (q - k < width)).repeat(count, 1, 1)  # [count, width, 2 width]
+        mask[0, :, :width] = False  # nothing comes before the first chunk
+        return mask.repeat(case.heads, 1, 1)[:, None]
+
+    kept = make_mask() if keep_mask else None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         B, H, L, D = query.shape
@@ -56,6 +62,7 @@ def sdpa_chunks(case: Case) -> Attend:
             return chunks.mT.reshape(H * count, 1, 2 * width, D)
 
         queries = query.reshape(H * count, 1, width, D)
+        mask = make_mask() if kept is None else kept
         out = scaled_dot_product_attention(queries, pairs(key), pairs(value), attn_mask=mask)
         return out.reshape(B, H, L, D)
 
@@ -117,6 +124,7 @@ PEERS: dict[str, Callable[[Case], Attend]] = {
     "SDPA": sdpa,
     "SDPA, mask": sdpa_mask,
     "SDPA, chunks": sdpa_chunks,
+    "SDPA, chunks, mask kept": partial(sdpa_chunks, keep_mask=True),
     "SDPA, loop": sdpa_documents,
     "gather": gather,
     "Flex": flex,
