@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from .backends import cpu, reference, rows, sdpa
+from .backends import cpu, reference, rows, sdpa, triton
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -61,7 +61,7 @@ class InOp(Backend, Protocol):
 
 
 # A new backend is one line in one of these two.
-IN_OP: dict[str, InOp] = {"cpu": cpu, "rows": rows}
+IN_OP: dict[str, InOp] = {"cpu": cpu, "rows": rows, "triton": triton}
 IN_PLACE: dict[str, InPlace] = {"sdpa": sdpa, "reference": reference}
 
 # The first that can is taken; by default sdpa steps back wherever it is not known to be faster.

@@ -34,6 +34,7 @@ def test_explanation_reads_as_a_table():
         "backend cpu: it is the first that can run this\n"
         "not     sdpa: relation: only Full() and Causal(), not as a layout; "
         "it is the default only on CUDA devices of sm_90 and newer\n"
+        "not     triton: device: only CUDA, got cpu\n"
         "not     rows: it could, and was not taken before cpu\n"
         "not     reference: it could, and was not taken before cpu\n"
         f"tiles   {stats.tiles_full} full, {stats.tiles_partial} partial, of {stats.tile}\n"
@@ -47,7 +48,7 @@ def test_explanation_is_frozen_and_holds_the_numbers():
     explanation = ab.explain(*inputs(), ab.Window(before=3), backend="rows")
     assert explanation.backend == "rows"
     assert explanation.layout == ab.Window(before=3).layout(100, 100).stats()
-    assert set(explanation.others) == {"sdpa", "cpu", "reference"}
+    assert set(explanation.others) == {"sdpa", "cpu", "triton", "reference"}
     with pytest.raises(dataclasses.FrozenInstanceError):
         explanation.backend = "other"
 

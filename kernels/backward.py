@@ -1,0 +1,478 @@
+"""The backward pass over a layout's tiles: by query for dq, by key for dk and dv. No atomics.
+
+With P = exp(score - lse), dP = dout v^T and delta = rowsum(out * dout) - dlse:
+dS = P * (dP - delta), dq = scale * dS k, dk = scale * dS^T q, dv = P^T dout.
+"""
+# Triton gives kernels their types, from the arguments of a launch.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .config import Target
+from .launch import WIDE_ROW, Lists, Numbers, Walked, columns, launch
+from .tile import (
+    LOG2E,
+    addresses,
+    bounds,
+    fetch,
+    head_of,
+    load_rows,
+    mask,
+    mask_half,
+    place,
+    score,
+    store_rows,
+    walk,
+)
+
+PADDING = tl.constexpr(128)  # delta and lse are padded to a multiple of every tile
+
+
+@triton.jit(do_not_specialize=["heads", "q_len"])
+def delta_kernel(
+    OUT,
+    GRAD_OUT,
+    LSE,
+    GRAD_LSE,
+    DELTA,
+    LSE2,
+    out_strides,
+    grad_strides,
+    heads,
+    q_len,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr,
+):
+    """delta = rowsum(out * dout) - dlse and lse * log2(e), padded, so that no loop checks their bounds.
+
+    Rows that are empty or do not exist get 0 and +inf: exp2(score - inf) = 0.
+    """
+    stride = tl.cdiv(q_len, PADDING) * PADDING
+    tiles = stride // ROWS
+    head = tl.program_id(0) // tiles
+    first = (tl.program_id(0) % tiles) * ROWS
+    rows = tl.arange(0, ROWS)
+    exists = first + rows < q_len
+    inside = exists[:, None] & (tl.arange(0, COLUMNS) < SIZE)[None, :]
+    out = head_of(OUT, head // heads, head % heads, out_strides)
+    out = tl.load(addresses(out, first, out_strides[2], rows, COLUMNS, WIDE), mask=inside, other=0.0)
+    grad = head_of(GRAD_OUT, head // heads, head % heads, grad_strides)
+    grad = tl.load(addresses(grad, first, grad_strides[2], rows, COLUMNS, WIDE), mask=inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    at = head.to(tl.int64) * q_len + first + rows
+    lse = tl.load(LSE + at, mask=exists, other=-float("inf"))
+    if HAS_GRAD_LSE:
+        delta -= tl.load(GRAD_LSE + at, mask=exists, other=0.0)
+    is_empty = lse == -float("inf")
+    at = head.to(tl.int64) * stride + first + rows
+    # The lse of an empty row is a constant, whatever gradient comes in.
+    tl.store(DELTA + at, tl.where(is_empty, 0.0, delta))
+    tl.store(LSE2 + at, tl.where(is_empty, float("inf"), lse * LOG2E))
+
+
+@triton.jit
+def _walk_keys(
+    dq,
+    q,
+    grad,
+    lse2,
+    delta,
+    K,
+    V,
+    b,
+    h,
+    tiles,
+    marks,
+    patterns,
+    begin,
+    end,
+    k_row,
+    v_row,
+    k_len,
+    c,
+    inner,
+    MASKED: tl.constexpr,
+    SPEC: tl.constexpr,
+):
+    """Add the key tiles of one class, full or partial, to dq of a query tile."""
+    COLS: tl.constexpr = SPEC.cols
+    STEPS: tl.constexpr = SPEC.tile // COLS
+    rows, cols = tl.arange(0, SPEC.rows), tl.arange(0, COLS)
+    j = walk(tiles, begin, STEPS)
+    for t in tl.range(begin, end, disallow_acc_multi_buffer=SPEC.one_buffer):
+        if SPEC.ahead:
+            following = walk(tiles, t + 1, STEPS)
+        else:
+            j = walk(tiles, t, STEPS)
+        k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
+        v = fetch(V, b, h, j, v_row, cols, k_len, COLS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
+        s = score(q, k, inner, SPEC)
+        p = tl.math.exp2(s * c - lse2[:, None])
+        if MASKED and not SPEC.half:
+            p = mask(p, patterns, marks, t, rows, cols, 0.0, COLS, SPEC)
+        dp = tl.dot(grad, v.T, input_precision=SPEC.precision)
+        ds = p * (dp - delta[:, None])
+        if SPEC.is_capped:
+            ds = ds * (1.0 - s * s)
+        ds = ds.to(k.dtype)
+        if MASKED and SPEC.half:
+            ds = mask_half(ds, patterns, marks, t, rows, cols, COLS, SPEC)
+        dq = tl.dot(ds, k, dq, input_precision=SPEC.precision)
+        if SPEC.ahead:
+            j = following
+    return dq
+
+
+@triton.jit(
+    do_not_specialize=["group_b", "group_h", "list_tiles", "is_ordered", "heads", "share", "q_len", "k_len"]
+)
+def backward_query_kernel(
+    Q,
+    K,
+    V,
+    GRAD_OUT,
+    LSE2,
+    DELTA,
+    DQ,
+    group,
+    ptr,
+    tiles,
+    marks,
+    patterns,
+    order,
+    group_b,
+    group_h,
+    list_tiles,
+    is_ordered,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_strides,
+    dq_strides,
+    heads,
+    share,
+    q_len,
+    k_len,
+    c,
+    inner,
+    scale,
+    SPEC: tl.constexpr,
+):
+    """dq = scale * dS k. A program has one query tile of one head."""
+    ROWS: tl.constexpr = SPEC.rows
+    D_COLUMNS: tl.constexpr = SPEC.d_columns
+    STEPS: tl.constexpr = SPEC.tile // SPEC.cols
+    listed, i, h, b = place(order, is_ordered, list_tiles, heads, ROWS, SPEC)
+    begin, middle, end = bounds(
+        group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len, STEPS
+    )
+    rows = tl.arange(0, ROWS)
+    kh = h // share
+    if not SPEC.tma:
+        K = head_of(K, b, kh, k_strides)
+        V = head_of(V, b, kh, v_strides)
+    k_row = SPEC.row_strides[0] if SPEC.row_strides[0] else k_strides[2]
+    v_row = SPEC.row_strides[1] if SPEC.row_strides[1] else v_strides[2]
+    q = head_of(Q, b, h, q_strides)
+    q = load_rows(q, i * ROWS, q_strides[2], rows, q_len, SPEC.d, D_COLUMNS, True, SPEC)
+    if SPEC.is_negated:
+        q = -q
+    grad = head_of(GRAD_OUT, b, h, grad_strides)
+    grad = load_rows(grad, i * ROWS, grad_strides[2], rows, q_len, SPEC.e, SPEC.e_columns, True, SPEC)
+    at = (b * heads + h).to(tl.int64) * (tl.cdiv(q_len, PADDING) * PADDING) + i * ROWS + rows
+    lse2, delta = tl.load(LSE2 + at), tl.load(DELTA + at)
+    patterns += (i % (SPEC.tile // ROWS)) * (ROWS * SPEC.tile // 32)
+    dq = tl.zeros([ROWS, D_COLUMNS], tl.float32)
+    for PARTIAL in tl.static_range(2):
+        dq = _walk_keys(
+            dq,
+            q,
+            grad,
+            lse2,
+            delta,
+            K,
+            V,
+            b,
+            kh,
+            tiles,
+            marks,
+            patterns,
+            middle if PARTIAL else begin,
+            end if PARTIAL else middle,
+            k_row,
+            v_row,
+            k_len,
+            c,
+            inner,
+            PARTIAL,
+            SPEC,
+        )
+    base = head_of(DQ, b, h, dq_strides)
+    store_rows(base, i * ROWS, dq_strides[2], rows, q_len, dq * scale, SPEC.d, D_COLUMNS, SPEC)
+
+
+@triton.jit
+def _walk_queries(
+    dk,
+    dv,
+    k,
+    v,
+    Q,
+    GRAD_OUT,
+    LSE2,
+    DELTA,
+    b,
+    h,
+    tiles,
+    marks,
+    patterns,
+    begin,
+    end,
+    q_row,
+    grad_row,
+    q_len,
+    c,
+    inner,
+    MASKED: tl.constexpr,
+    SPEC: tl.constexpr,
+):
+    """Add the query tiles of one class, full or partial, to dk and dv of a key tile."""
+    ROWS: tl.constexpr = SPEC.rows
+    STEPS: tl.constexpr = SPEC.tile // ROWS
+    rows, cols = tl.arange(0, ROWS), tl.arange(0, SPEC.cols)
+    j = walk(tiles, begin, STEPS)
+    for t in tl.range(begin, end, disallow_acc_multi_buffer=SPEC.one_buffer):
+        if SPEC.ahead:
+            following = walk(tiles, t + 1, STEPS)
+        else:
+            j = walk(tiles, t, STEPS)
+        q = fetch(Q, b, h, j, q_row, rows, q_len, ROWS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
+        grad = fetch(GRAD_OUT, b, h, j, grad_row, rows, q_len, ROWS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
+        lse2, delta = tl.load(LSE2 + j * ROWS + rows), tl.load(DELTA + j * ROWS + rows)
+        s = score(k, q, inner, SPEC)  # [cols, rows]: transposed, as the patterns are
+        p = tl.math.exp2(s * c - lse2[None, :])
+        if MASKED:
+            p = mask(p, patterns, marks, t, cols, rows, 0.0, ROWS, SPEC)
+        if SPEC.needs_v:
+            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=SPEC.precision)
+        if SPEC.needs_k:
+            dp = tl.dot(v, grad.T, input_precision=SPEC.precision)
+            ds = p * (dp - delta[None, :])
+            if SPEC.is_capped:
+                ds = ds * (1.0 - s * s)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=SPEC.precision)
+        if SPEC.ahead:
+            j = following
+    return dk, dv
+
+
+@triton.jit(
+    do_not_specialize=["group_b", "group_h", "list_tiles", "is_ordered", "key_heads", "q_len", "k_len"],
+    do_not_specialize_on_alignment=["share"],  # but 1 is worth a kernel without the loop over heads
+)
+def backward_key_kernel(
+    Q,
+    K,
+    V,
+    GRAD_OUT,
+    LSE2,
+    DELTA,
+    DK,
+    DV,
+    group,
+    ptr,
+    tiles,
+    marks,
+    patterns,
+    order,
+    group_b,
+    group_h,
+    list_tiles,
+    is_ordered,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_strides,
+    dk_strides,
+    dv_strides,
+    key_heads,
+    share,
+    q_len,
+    k_len,
+    c,
+    inner,
+    scale,
+    SPEC: tl.constexpr,
+):
+    """dk = scale * dS^T q and dv = P^T dout, summed over the query heads of a key head.
+
+    A program has one key tile of one key head.
+    """
+    COLS: tl.constexpr = SPEC.cols
+    D_COLUMNS: tl.constexpr = SPEC.d_columns
+    E_COLUMNS: tl.constexpr = SPEC.e_columns
+    STEPS: tl.constexpr = SPEC.tile // SPEC.rows
+    listed, i, kh, b = place(order, is_ordered, list_tiles, key_heads, COLS, SPEC)
+    cols = tl.arange(0, COLS)
+    k = head_of(K, b, kh, k_strides)
+    k = load_rows(k, i * COLS, k_strides[2], cols, k_len, SPEC.d, D_COLUMNS, True, SPEC)
+    if SPEC.is_negated:
+        k = -k
+    v = head_of(V, b, kh, v_strides)
+    v = load_rows(v, i * COLS, v_strides[2], cols, k_len, SPEC.e, E_COLUMNS, True, SPEC)
+    q_row = SPEC.row_strides[0] if SPEC.row_strides[0] else q_strides[2]
+    grad_row = SPEC.row_strides[1] if SPEC.row_strides[1] else grad_strides[2]
+    patterns += (i % (SPEC.tile // COLS)) * (COLS * SPEC.tile // 32)
+    dk = tl.zeros([COLS, D_COLUMNS], tl.float32)
+    dv = tl.zeros([COLS, E_COLUMNS], tl.float32)
+    for number in tl.range(0, share):
+        h = kh * share + number
+        begin, middle, end = bounds(
+            group, group_b, group_h, ptr, b, h, listed, list_tiles, i * COLS < k_len, STEPS
+        )
+        at = (b * (key_heads * share) + h).to(tl.int64) * (tl.cdiv(q_len, PADDING) * PADDING)
+        for PARTIAL in tl.static_range(2):
+            dk, dv = _walk_queries(
+                dk,
+                dv,
+                k,
+                v,
+                Q if SPEC.tma else head_of(Q, b, h, q_strides),
+                GRAD_OUT if SPEC.tma else head_of(GRAD_OUT, b, h, grad_strides),
+                LSE2 + at,
+                DELTA + at,
+                b,
+                h,
+                tiles,
+                marks,
+                patterns,
+                middle if PARTIAL else begin,
+                end if PARTIAL else middle,
+                q_row,
+                grad_row,
+                q_len,
+                c,
+                inner,
+                PARTIAL,
+                SPEC,
+            )
+    if SPEC.needs_k:
+        base = head_of(DK, b, kh, dk_strides)
+        store_rows(base, i * COLS, dk_strides[2], cols, k_len, dk * scale, SPEC.d, D_COLUMNS, SPEC)
+    if SPEC.needs_v:
+        base = head_of(DV, b, kh, dv_strides)
+        store_rows(base, i * COLS, dv_strides[2], cols, k_len, dv, SPEC.e, E_COLUMNS, SPEC)
+
+
+def row_sums(out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return delta and lse * log2(e), float32 [B, H, Q padded], as the backward kernels read them.
+
+    Args:
+        out: [B, H, Q, E], the last dimension dense.
+        lse: float32 [B, H, Q], dense.
+        grad_out: [B, H, Q, E], the last dimension dense.
+        grad_lse: float32 [B, H, Q], dense.
+    """
+    B, H, Q, E = out.shape
+    length = -(-Q // PADDING.value) * PADDING.value
+    delta, lse2 = (out.new_empty((B, H, length), dtype=torch.float32) for _ in range(2))
+    rows = 32 if E > 128 else 64
+    delta_kernel[B * H * (length // rows),](
+        *(out, grad_out, lse, grad_lse, delta, lse2),
+        *(out.stride()[:3], grad_out.stride()[:3], H, Q),
+        ROWS=rows,
+        SIZE=E,
+        COLUMNS=columns(E),
+        WIDE=max(out.stride(2), grad_out.stride(2)) >= WIDE_ROW,
+        HAS_GRAD_LSE=grad_lse is not None,
+    )
+    return delta, lse2
+
+
+def tiles_backward_query(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    delta: Tensor,
+    lse2: Tensor,
+    dq: Tensor,
+    lists: Lists,
+    target: Target,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+) -> None:
+    """Write dq [B, H, Q, D] of the pairs in a layout's tiles, which are given by query.
+
+    ``delta`` and ``lse2`` come from ``row_sums``; the rest is as in ``tiles_forward``.
+    """
+    B, H, Q, _ = q.shape
+    Hk, K = k.shape[1:3]
+    numbers = Numbers.of(scale, softcap)
+    others = (
+        *(grad_out, lse2, delta, dq),
+        *lists.arguments(),
+        *(x.stride()[:3] for x in (q, k, v, grad_out, dq)),
+        *(H, H // Hk, Q, K, numbers.c, numbers.inner, scale),
+    )
+    launch(
+        backward_query_kernel,
+        "backward_query",
+        target,
+        B * H,
+        lists,
+        Walked(k, v, (q, grad_out, dq)),
+        lambda keys, values: (q, keys, values, *others),
+        **numbers.present,
+    )
+
+
+def tiles_backward_key(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    delta: Tensor,
+    lse2: Tensor,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    lists: Lists,
+    target: Target,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+) -> None:
+    """Write dk [B, Hk, K, D] and dv [B, Hk, K, E], where given, of a layout's tiles, given by key.
+
+    ``delta`` and ``lse2`` come from ``row_sums``; the rest is as in ``tiles_forward``.
+    """
+    B, H, Q, _ = q.shape
+    Hk, K = k.shape[1:3]
+    numbers = Numbers.of(scale, softcap)
+    # In the place of a gradient that is not wanted, and so is not written, stands the input.
+    written = (k if dk is None else dk), (v if dv is None else dv)
+    others = (
+        *(lse2, delta, *written),
+        *lists.arguments(),
+        *(x.stride()[:3] for x in (q, k, v, grad_out, *written)),
+        *(Hk, H // Hk, Q, K, numbers.c, numbers.inner, scale),
+    )
+    launch(
+        backward_key_kernel,
+        "backward_key",
+        target,
+        B * Hk,
+        lists,
+        Walked(q, grad_out, (k, v, *written)),
+        lambda queries, grads: (queries, k, v, grads, *others),
+        needs_k=dk is not None,
+        needs_v=dv is not None,
+        **numbers.present,
+    )

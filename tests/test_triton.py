@@ -1,0 +1,301 @@
+"""The Triton kernels against float64, in Triton's interpreter.
+
+Triton decides at its import whether it interprets, so all but one of these tests run in a process of their
+own, which that one starts. The interpreter computes bfloat16 on its bits: float32 and float16 only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from tile_cases import RELATIONS, SHAPES, check, compute, make_call, make_grads
+from torch import Tensor
+
+import attnbias as ab
+from attnbias.backends import triton
+from attnbias.kernels.config import Target
+from attnbias.problem import Call
+from attnbias.testing import assert_no_worse, eager, make_inputs, random_relation
+
+pytest.importorskip("triton")
+from attnbias.kernels import launch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_interpreted")
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    """Fill what is allocated without a value with NaN, by whichever function."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@pytest.mark.parametrize("part", ["float32", "not float32"])
+def test_interpreted(part):
+    """This file once more, interpreted, in two parts for two workers."""
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+            "-k",
+            part,
+            __file__,
+        ],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "passed" in run.stdout
+
+
+@interpreted
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_float32(relation, shape, tile):
+    check(triton, make_call(RELATIONS[relation], shape, tile=tile))
+
+
+@interpreted
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("relation", ["full", "scattered"])
+def test_half_precision(relation, shape):
+    check(triton, make_call(RELATIONS[relation], shape, dtype=torch.float16, tile=128))
+
+
+@interpreted
+@pytest.mark.parametrize("arch", [80, 86, 90, 100])
+@pytest.mark.parametrize("size", [64, 128, 200])
+def test_configurations_of_every_architecture(arch, size, monkeypatch):
+    """Their tiles, and descriptors where they are used; aligned inputs, or there would be none."""
+    target = Target(arch, (3, 7), is_interpreted=True)
+    monkeypatch.setattr(triton, "target_of", lambda device: target)
+    call = make_call(RELATIONS["strictly past"], (1, 2, 1, 70, 130, size, 64), dtype=torch.float16, tile=128)
+    call.query, call.key, call.value = (x.clone() for x in (call.query, call.key, call.value))
+    check(triton, call)
+
+
+@interpreted
+@pytest.mark.parametrize("tile", [64, 128])
+def test_the_smallest_tiles(tile, monkeypatch):
+    """Those behind every choice, with two steps to a word of a pattern."""
+    target = Target(80, (3, 7), is_interpreted=True)
+    smallest = launch.candidates(target, "forward", torch.float32, 8, 8, tile)[-1]
+    assert smallest.rows == smallest.cols == 16
+    monkeypatch.setattr(launch, "candidates", lambda *given: (smallest,))
+    check(triton, make_call(RELATIONS["scattered"], (1, 1, 1, 40, 70, 8, 8), tile=tile))
+
+
+@interpreted
+@pytest.mark.parametrize("Q", [1, 63, 65, 129])
+@pytest.mark.parametrize("K", [1, 64, 97])
+def test_lengths(Q, K):
+    check(triton, make_call(ab.Causal() | ab.Prefix(K // 2), (1, 2, 1, Q, K, 8, 8), tile=None, form="auto"))
+
+
+@interpreted
+@pytest.mark.parametrize("order", ["BLHD", "LBHD", "BHDL"])
+@pytest.mark.parametrize("strided", [False, True])
+def test_strides(order, strided):
+    call = make_call(RELATIONS["causal"], (2, 2, 1, 97, 65, 48, 40), order=order, strided=strided)
+    check(triton, call)
+    out, lse = triton.forward(call)
+    assert out.stride() == ab.backends.strides.empty_like_query(call.query, 40).stride()
+    d_out, _ = make_grads(call)
+    grads = triton.backward(call, out, lse, d_out, None, [True] * 3 + [False])
+    for grad, x in zip(grads, (call.query, call.key, call.value), strict=False):
+        assert grad.stride() == torch.empty_like(x).stride()
+
+
+@interpreted
+@pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
+@pytest.mark.parametrize("softcap", [0.0, 3.0, 50.0])
+def test_scale_and_softcap(scale, softcap):
+    check(
+        triton,
+        make_call(RELATIONS["strictly past"], (1, 2, 2, 97, 129, 32, 32), scale=scale, softcap=softcap),
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("scale", [1e12, -1e12, 1e-40])
+def test_scales_that_leave_float32(scale):
+    """Products with c, and with the maximum before the first key, must not become inf - inf."""
+    call = make_call(RELATIONS["strictly past"], (1, 1, 1, 97, 129, 32, 32), scale=scale)
+    mask = call.layout.to_dense()
+    inputs = call.query, call.key, call.value
+    same = eager(*inputs, mask, scale=scale)
+    truth = eager(*(x.double() for x in inputs), mask, scale=scale)
+    for name, *three in zip(("out", "lse"), triton.forward(call), same, truth, strict=True):
+        assert_no_worse(name, *three)
+
+
+@interpreted
+@pytest.mark.parametrize("relation", ["strictly past", "empty", "scattered"])
+def test_sink(relation):
+    call = make_call(RELATIONS[relation], (2, 2, 1, 97, 65, 16, 16), sink=True, softcap=2.0)
+    check(triton, call)
+    assert call.sink is not None
+    call.sink = call.sink.to(torch.float64)
+    assert compute(triton, call, *make_grads(call))[5].dtype == torch.float64
+
+
+@interpreted
+@pytest.mark.parametrize("tile", [64, 128])
+def test_groups(tile):
+    heads = ab.PerHead([ab.Causal(), ab.Full(), ab.Empty(), ab.Causal() & ab.Window(before=7)])
+    check(triton, make_call(heads, (2, 4, 2, 65, 70, 8, 8), tile=tile))
+    batches = ab.PerBatch([ab.Causal(), ab.Full()])
+    check(triton, make_call(batches, (2, 2, 2, 65, 70, 8, 8), tile=tile))
+    check(triton, make_call(batches & heads, (2, 4, 4, 65, 70, 8, 8), tile=tile))
+
+
+EDGES = torch.tensor([[0, 1, 1, 5, 96, 3, 3, 3], [0, 0, 0, 5, 2, 96, 96, 96]])
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "sink"), [(torch.float32, True), (torch.float16, False)], ids=str)
+def test_tiles_and_edges(dtype, sink):
+    """The edges go on from the tiles; some rows have only the one or the other, or neither."""
+    relation = ab.Graph(EDGES, num_nodes=97) | (ab.Causal() & ab.Bipartite(40))
+    call = make_call(relation, (1, 2, 1, 97, 97, 8, 8), form="auto", tile=None, dtype=dtype, sink=sink)
+    assert call.layout.tiles and call.layout.edges
+    check(triton, call)
+
+
+@interpreted
+def test_edges_alone():
+    call = make_call(ab.Graph(EDGES, num_nodes=97), (1, 2, 1, 97, 97, 8, 8), form="edges", sink=True)
+    assert not call.layout.tiles
+    check(triton, call)
+
+
+@interpreted
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
+def test_needs(needs):
+    call = make_call(RELATIONS["causal"], (1, 2, 1, 130, 70, 32, 24), sink=True)
+    d_out, _ = make_grads(call)
+    out, lse, *whole = compute(triton, call, d_out, None)
+    grads = triton.backward(call, out, lse, d_out, None, needs)
+    for need, got, want in zip(needs, grads, whole, strict=True):
+        assert torch.equal(got, want) if need else got.numel() == 0
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(12))
+def test_random_relations_through_attention(seed):
+    """Relations of all kinds, in whichever form, through the op and autograd."""
+    relation = random_relation(seed, 2, q_len=70, k_len=70, batch=2, heads=2)
+    made = make_inputs(seed, 2, 2, 1, 70, 70, 8, 8)
+    results = []
+    for dtype, backend in ((torch.float32, "triton"), (torch.float32, "eager"), (torch.float64, "eager")):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in made]
+        if backend == "triton":
+            out, lse = ab.attention(*leaves, relation, return_lse=True, backend=backend)
+        else:
+            layout = ab.Layout.build(relation, 70, 70, batch=2, heads=2)
+            out, lse = eager(*leaves, counts=layout.rows(0, 70))
+        total = out.square().sum() + torch.where(lse.isfinite(), lse, 0).sum()
+        results.append([out.detach(), lse.detach(), *torch.autograd.grad(total, leaves)])
+    for name, got, same, truth in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
+        assert_no_worse(name, got, same, truth, 3.0, magnitude=70.0)
+
+
+@interpreted
+def test_empty_rows_ignore_the_gradient_of_their_lse():
+    """Also when it is no number, as exp(lse - lse) makes it."""
+    call = make_call(RELATIONS["strictly past"], (1, 2, 1, 70, 65, 8, 8))
+    d_out, d_lse = make_grads(call)
+    want = compute(triton, call, d_out, d_lse)
+    d_lse[:, :, 0] = torch.nan
+    assert (want[1][:, :, 0] == -torch.inf).all()
+    for got, x in zip(compute(triton, call, d_out, d_lse), want, strict=True):
+        assert torch.equal(got, x)
+
+
+@interpreted
+def test_nan_reaches_the_result():
+    call = make_call(RELATIONS["full"], (1, 1, 1, 70, 130, 16, 16))
+    call.query[0, 0, 5, 3] = torch.nan
+    out, lse = triton.forward(call)
+    assert out[0, 0, 5].isnan().all() and lse[0, 0, 5].isnan()
+    assert out[0, 0, :5].isfinite().all() and out[0, 0, 6:].isfinite().all()
+
+
+@interpreted
+@pytest.mark.parametrize("sink", [False, True])
+def test_zero_lengths(sink):
+    for B, H, Q, K in ((0, 2, 5, 5), (1, 0, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0)):
+        call = make_call(ab.Full(), (B, H, H, Q, K, 8, 4), sink=sink)
+        out, lse, dq, dk, dv, dsink = compute(triton, call, torch.ones(B, H, Q, 4), torch.ones(B, H, Q))
+        assert out.shape == (B, H, Q, 4) and not out.any()
+        wanted = torch.full((H,), -torch.inf) if call.sink is None else call.sink
+        assert torch.equal(lse, wanted[:, None].expand(B, H, Q)) or K
+        assert dq.shape == call.query.shape and dk.shape == call.key.shape and dv.shape == call.value.shape
+        assert not dq.any() and not dk.any() and not dv.any()
+        assert not sink or torch.equal(dsink, torch.full((H,), float(B * Q if K == 0 else 0)))
+
+
+@interpreted
+def test_the_same_bits_twice():
+    call = make_call(RELATIONS["scattered"], (1, 2, 1, 70, 70, 16, 16))
+    for x, y in zip(*(compute(triton, call, *make_grads(call)) for _ in range(2)), strict=True):
+        assert torch.equal(x, y)
+
+
+@interpreted
+@pytest.mark.parametrize("step", ["head", "row"])
+def test_offsets_past_32_bits(step):
+    """Query, key, value and the gradient of out have elements past 2^31; few pages are touched."""
+    H, L, D = 2, 70, 16
+    strides = (0, 2**31, D, 1) if step == "head" else (0, D, 2**31 // (L - 2), 1)
+    size = sum((n - 1) * s for n, s in zip((1, H, L, D), strides, strict=True)) + 1
+    assert size > 2**31
+    call = make_call(RELATIONS["causal"], (1, H, H, L, L, D, D), dtype=torch.float16, tile=128)
+    d_out, d_lse = make_grads(call)
+    want = compute(triton, call, d_out, d_lse)
+    # numpy's memory: torch.empty would fill it all with NaN
+    memory = [
+        torch.from_numpy(np.empty(size, np.float16)).as_strided((1, H, L, D), strides) for _ in range(4)
+    ]
+    for far, near in zip(memory, (call.query, call.key, call.value, d_out), strict=True):
+        far.copy_(near)
+    call.query, call.key, call.value, d_out = memory
+    out, lse, *grads = _compute_dense(call, d_out, d_lse)
+    for got, x in zip((out, lse, *grads), want, strict=True):
+        assert torch.equal(got, x)
+
+
+def _compute_dense(call: Call, d_out: Tensor, d_lse: Tensor) -> list[Tensor]:
+    """Compute with results that do not lie in memory as the inputs do, which would take as much again."""
+    from attnbias.kernels.backward import row_sums, tiles_backward_key, tiles_backward_query
+    from attnbias.kernels.forward import tiles_forward
+
+    target = Target(80, (3, 7), is_interpreted=True)
+    by_query, by_key, _ = triton._lists(call.layout)
+    out, dq, dk, dv = (torch.empty(call.query.shape, dtype=torch.float16) for _ in range(4))
+    lse = torch.empty(call.query.shape[:3])
+    given = call.query, call.key, call.value
+    tiles_forward(*given, out, lse, by_query, target, scale=call.scale)
+    sums = row_sums(out, lse, d_out, d_lse)
+    tiles_backward_query(*given, d_out, *sums, dq, by_query, target, scale=call.scale)
+    tiles_backward_key(*given, d_out, *sums, dk, dv, by_key, target, scale=call.scale)
+    return [out, lse, dq, dk, dv, call.query.new_empty(0)]
