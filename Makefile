@@ -20,9 +20,10 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 STALE := stale
 endif
 
-.PHONY: help setup test test-all sanitize bench bench-gate lint format clean stale
+.PHONY: help setup test test-all sanitize bench bench-gate static static-gate lint format clean stale
 help:
-	@echo "make setup | test | test-all | sanitize | bench | bench-gate | lint | format | clean    [VENV=an/environment]"
+	@echo "make setup | test | test-all | sanitize | bench | bench-gate | static | static-gate | lint | format | clean"
+	@echo "     [VENV=an/environment]"
 
 setup: $(STAMP)
 
@@ -60,6 +61,13 @@ bench: setup
 
 bench-gate: setup
 	$(RUN) -m attnbias.benchmarks gate $(ARGS)
+
+# Counts of compiled GPU code, beside FlexAttention's; no GPU. ARGS=--store keeps them, --rebuild builds both sides.
+static: setup
+	$(RUN) -m attnbias.benchmarks.static $(ARGS)
+
+static-gate: setup
+	$(RUN) -m attnbias.benchmarks.static --gate $(ARGS)
 
 lint: setup
 	$(RUN) -m ruff check

@@ -1,0 +1,90 @@
+"""Count both sides, each architecture in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import report
+from . import edges
+from .edges import Figures as EdgeFigures
+from .figures import STORE, Table, load
+
+PEERED = (80, 90, 100, 120)  # with FlexAttention's kernels beside ours
+SIZES = (64, 128)
+TILES = (128, 64)
+
+
+def count_ours(cc: int) -> Table:
+    """Count our loops for one capability."""
+    from . import ours
+
+    return ours.measure(cc, SIZES, TILES)
+
+
+def count_flex(cc: int, d: int) -> Table:
+    """Count FlexAttention's loops; in a process of its own, of which it changes torch."""
+    from . import flex
+
+    return flex.measure(cc, d)
+
+
+def count_edges(cc: int) -> list[EdgeFigures]:
+    """Count our loops over edges, and those of a kernel that takes one at a time."""
+    return edges.count([cc])
+
+
+def versions() -> tuple[str, str]:
+    """Return the versions of torch, without the build's name, and of Triton."""
+    import torch
+    import triton
+
+    return torch.__version__.partition("+")[0], triton.__version__
+
+
+class Counts(NamedTuple):
+    """What was counted: loops over tiles, ours and FlexAttention's, and loops over edges."""
+
+    ours: Table
+    peer: Table
+    edges: list[EdgeFigures]
+
+
+def count(capabilities: Sequence[int], jobs: int, rebuild: bool, path: Path = STORE) -> Counts:
+    """Count ours, and FlexAttention's where they are not stored or are to be built again."""
+    stored = load(peer_name(), path)
+    peered = [cc for cc in capabilities if cc in PEERED]
+    known = set() if rebuild else {(key.sm, key.d) for key in stored}
+    wanted = [(cc, d) for cc in peered for d in SIZES if (cc, d) not in known]
+    found = Counts({}, {key: figures for key, figures in stored.items() if key.sm in peered}, [])
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
+        peers = [pool.apply_async(count_flex, pair) for pair in wanted]
+        tasks = [
+            (pool.apply_async(count_ours, (cc,)), pool.apply_async(count_edges, (cc,))) for cc in capabilities
+        ]
+        for (cc, d), task in zip(wanted, peers, strict=True):
+            report.progress(f"counting FlexAttention's, sm_{cc}, D={d}")
+            found.peer.update(task.get())
+        for cc, (of_tiles, of_edges) in zip(capabilities, tasks, strict=True):
+            report.progress(f"counting ours, sm_{cc}")
+            found.ours.update(of_tiles.get())
+            found.edges.extend(of_edges.get())
+    report.progress("")
+    return found
+
+
+def names() -> tuple[str, str, str]:
+    """Name the stored counts: ours, FlexAttention's, those of edges."""
+    torch, triton = versions()
+    return (
+        f"attnbias, triton {triton}",
+        f"FlexAttention, torch {torch}, triton {triton}",
+        f"attnbias edges, triton {triton}",
+    )
+
+
+def peer_name() -> str:
+    """Name FlexAttention's stored counts."""
+    return names()[1]
