@@ -391,6 +391,7 @@ def row_sums(out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
         COLUMNS=columns(E),
         WIDE=max(out.stride(2), grad_out.stride(2)) >= WIDE_ROW,
         HAS_GRAD_LSE=grad_lse is not None,
+        enable_fp_fusion=True,
     )
     return delta, lse2
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree
 
 import attnbias as ab
+from attnbias.layouts.build import costs_of
 from attnbias.layouts.cache import LayoutCache
 from attnbias.layouts.layout import FIELDS, SIZES
 
@@ -282,3 +283,13 @@ def test_memory_never_grows_as_the_square():
     run = subprocess.run([sys.executable, "-c", _GROWTH], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert float(run.stdout) < 600
+
+
+def test_costs_follow_the_device(monkeypatch):
+    """A window of 256 fills tiles of 64 better; whether that pays depends on what they cost there."""
+    window = ab.Causal() & ab.Window(before=255)
+    assert ab.Layout.build(window, 4096, 4096, device="meta").tile == 64
+    for capability, cost in (((8, 0), 1.18), ((8, 9), 1.29), ((9, 0), 1.37), ((10, 3), 2.0), ((13, 0), 1.24)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert costs_of(torch.device("cuda", 0)).tile[64] == cost
+    assert costs_of(torch.device("cpu")).panel == 16

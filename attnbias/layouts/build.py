@@ -39,15 +39,29 @@ class Costs:
     panel: int | None  # keys that a kernel skips at once inside a partial tile; None = it does not
 
 
-# CPU, measured by `attnbias bench costs` (Zen 4, D = 64; AVX2 and AVX-512 alike): kernels skip panels of 16
-# keys, so that a small tile saves next to nothing (1.00 to 1.02), and at the crossover an edge takes the time
-# of 2.3 pairs in a tile forward and 2.5 with backward: edges win below two fifths fill.
-# GPU: a 64-tile takes 1.10x the instructions per pair of a 128-tile (sm_80, D = 64; static), an edge about
-# 45x those of a pair in a tile (14.5 per edge against 1259 per MFLOP; static).
-COSTS = {
-    "cpu": Costs(tile={128: 1.0, 64: 1.02}, edge=2.4, panel=16),
-    "gpu": Costs(tile={128: 1.0, 64: 1.1}, edge=45.0, panel=None),
+# Measured by `attnbias bench costs` (Zen 4, D = 64; AVX2 and AVX-512 alike): kernels skip panels of 16 keys, so
+# that a small tile saves next to nothing (1.00 to 1.02), and at the crossover an edge takes the time of 2.3 pairs
+# in a tile forward and 2.5 with backward: edges win below two fifths fill.
+CPU_COSTS = Costs(tile={128: 1.0, 64: 1.02}, edge=2.4, panel=16)
+
+# By compute capability x 10: instructions per pair in tiles of 64 over those in tiles of 128, forward, the mean of
+# D = 64 and 128; an edge takes about 45 times those of a pair (14.6 against 1223 per MFLOP on sm_80, D = 64). Both
+# static: counted by `make static`, not timed. A device between two takes the older one's.
+GPU_COSTS = {
+    arch: Costs(tile={128: 1.0, 64: small}, edge=45.0, panel=None)
+    for arch, small in ((80, 1.18), (86, 1.29), (90, 1.37), (100, 2.0), (120, 1.24))
 }
+
+
+def costs_of(device: torch.device) -> Costs:
+    """What pairs cost on a device."""
+    if device.type == "cpu":
+        return CPU_COSTS
+    arch = min(GPU_COSTS)
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = max((known for known in GPU_COSTS if known <= 10 * major + minor), default=arch)
+    return GPU_COSTS[arch]
 
 
 # Ranges and predicates become edges only in rows that are short: a list takes 20 bytes a pair, tiles do not.
@@ -81,8 +95,7 @@ def build_layout(
     bound = relation.bind(q_len, k_len, start, batch=batch, heads=heads, device=str(device))
     if form == "tiles" and bound.edges is not None:
         bound = _without_edges(relation, bound, start)
-    costs = COSTS["cpu" if device.type == "cpu" else "gpu"]
-    tiling, edges = _choose(bound, form, tile, costs)
+    tiling, edges = _choose(bound, form, tile, costs_of(device))
     return _assemble(tiling, edges, bound.group, start).trust().to(device)
 
 
