@@ -39,14 +39,14 @@ class Costs:
     panel: int | None  # keys that a kernel skips at once inside a partial tile; None = it does not
 
 
-# Measured by `attnbias bench costs` (Zen 4, D = 64; AVX2 and AVX-512 alike): kernels skip panels of 16 keys, so
-# that a small tile saves next to nothing (1.00 to 1.02), and at the crossover an edge takes the time of 2.3 pairs
-# in a tile forward and 2.5 with backward: edges win below two fifths fill.
+# Measured by `attnbias bench costs` (Zen 4, D = 64; AVX2 and AVX-512 alike). Kernels skip panels of 16
+# keys, so that a small tile saves next to nothing (1.00 to 1.02), and at the crossover an edge takes the
+# time of 2.3 pairs in a tile forward and 2.5 with backward: edges win below two fifths fill.
 CPU_COSTS = Costs(tile={128: 1.0, 64: 1.02}, edge=2.4, panel=16)
 
-# By compute capability x 10: instructions per pair in tiles of 64 over those in tiles of 128, forward, the mean of
-# D = 64 and 128; an edge takes about 45 times those of a pair (14.6 against 1223 per MFLOP on sm_80, D = 64). Both
-# static: counted by `make static`, not timed. A device between two takes the older one's.
+# By compute capability x 10: instructions per pair in tiles of 64 over those in tiles of 128, forward, the
+# mean of D = 64 and 128; an edge takes about 45 times those of a pair (14.6 against 1223 per MFLOP on sm_80,
+# D = 64). Static: counted by `make static`, not timed. A device between two takes the older one's.
 GPU_COSTS = {
     arch: Costs(tile={128: 1.0, 64: small}, edge=45.0, panel=None)
     for arch, small in ((80, 1.18), (86, 1.29), (90, 1.37), (100, 2.0), (120, 1.24))
