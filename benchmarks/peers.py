@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -96,17 +96,13 @@ def gather(case: Case) -> Attend:
     return attend
 
 
-@cache
-def _compiled_flex() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
-    return compiled
-
-
 def flex(case: Case, block: int = 128) -> Attend:
     """FlexAttention compiled: on CPUs forward only."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # Anew for each case: past eight of them torch.compile would give up and run it in eager, pair by pair.
+    torch._dynamo.reset()
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
 
     mask_mod = case.mask_mod
     if case.neighbours is not None:
@@ -115,9 +111,9 @@ def flex(case: Case, block: int = 128) -> Attend:
     if mask_mod is None and not case.is_full:
         raise CannotRunError("has no mask_mod for it")
     if not mask_mod:
-        return _compiled_flex()
+        return compiled
     mask = create_block_mask(mask_mod, None, None, case.q_len, case.tokens, device="cpu", BLOCK_SIZE=block)
-    return partial(_compiled_flex(), block_mask=mask)
+    return partial(compiled, block_mask=mask)
 
 
 PEERS: dict[str, Callable[[Case], Attend]] = {
