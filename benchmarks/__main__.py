@@ -4,12 +4,14 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 from . import cases, costs, gate, layouts, report
-from .attention import MATMUL, OURS, Result, race
+from .attention import MATMUL, OURS, Result, race, scaling
 from .peers import PEERS
 from .timing import one_thread
 
-WHAT = ("all", "attention", "layouts", "gate", "costs")
+WHAT = ("all", "attention", "layouts", "gate", "costs", "threads")
 
 
 def attention_rows(names: Iterable[str], rounds: int, peers: list[str]) -> list[Result]:
@@ -42,6 +44,19 @@ def print_attention(results: list[Result]) -> None:
     report.table("Attention, one thread: useful work alone is counted", header, rows)
 
 
+def print_scaling(names: Iterable[str], rounds: int) -> None:
+    """Print how much faster all threads are than one."""
+    threads, rows = torch.get_num_threads(), []
+    for name in names:
+        case = cases.CASES[name]()
+        for backward in (False, True):
+            report.progress(f"{name}, {threads} threads")
+            ratio = scaling(case, backward=backward, rounds=rounds, threads=threads)
+            rows.append([name, "forward + backward" if backward else "forward", report.ratio(ratio)])
+    report.progress("")
+    report.table(f"Wall time on 1 thread over {threads}", ["case", "pass", "ratio"], rows)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="attnbias bench", description=__doc__)
     parser.add_argument("what", nargs="?", default="all", choices=WHAT, help="what to measure (all)")
@@ -59,6 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         return gate.run(args.rounds, args.case)
     if args.what == "costs":
         return costs.run(args.rounds)
+    if args.what == "threads":
+        print_scaling([name for name in cases.CASES if args.case in name], args.rounds)
     if args.what in ("all", "attention"):
         names = [name for name in (cases.CASES if args.case else cases.QUICK) if args.case in name]
         skipped = () if args.flex else ("Flex", "Flex 64")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
@@ -48,6 +49,21 @@ def steps(attend: Attend, inputs: tuple[Tensor, ...], *, backward: bool) -> Call
         return forward
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     return lambda: torch.autograd.grad(attend(*leaves), leaves, d_out)
+
+
+def scaling(case: Case, *, backward: bool, rounds: int, threads: int) -> Spread:
+    """Wall time on one thread over that on several, in turn; on a busy machine it says little."""
+    step = steps(case.attend, case.inputs(), backward=backward)
+    ratios = []
+    for _ in range(rounds + 1):  # the first warms up
+        seconds = []
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+        ratios.append(seconds[0] / seconds[1])
+    return Spread.of(ratios[1:])
 
 
 def race(case: Case, names: Iterable[str], *, backward: bool, rounds: int) -> Result:
