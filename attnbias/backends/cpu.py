@@ -26,8 +26,6 @@ ABI_VERSION = 1
 LARGEST = 256  # of D and E
 FEW = 16  # queries that csrc/few.h takes at most, with scratch; a forward pass over more seldom needs any
 
-LARGE = 1 << 20  # bytes of a result whose pages are worth a request of their own
-
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ERRORS = {1: "no memory", 2: "too little scratch", 3: "an argument the kernels do not take"}
 _NONE = (0, 0, 0, 0, 0, 0)  # an ab_tensor that is not there
@@ -54,9 +52,6 @@ class _Library:
         self.level = library.ab_level
         self.levels = library.ab_levels
         self.call_bytes = library.ab_call_bytes
-        self.expect_writes = library.ab_expect_writes
-        self.expect_writes.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
-        self.expect_writes.restype = None
         for function in (self.forward, self.backward, self.force_level):
             function.argtypes = (ctypes.c_char_p,)
             function.restype = ctypes.c_int32
@@ -142,7 +137,6 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     E = call.value.shape[3]
     is_plain = E == D and query.is_contiguous()  # the usual case, told apart quickly
     out = torch.empty_like(query) if is_plain else empty_like_query(query, E)
-    _expect_writes(out)
     lse = query.new_empty((B, H, Q), dtype=torch.float32)
     inputs = _dense(query), _dense(call.key), _dense(call.value)
     head = _head(call, inputs, out, lse)
@@ -170,8 +164,6 @@ def backward(
     ]
     # A gradient lies in memory like its input; the kernels write dense rows.
     written = [_empty_dense(grad) for grad in grads]
-    for rows in written:
-        _expect_writes(rows)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     head = _head(
@@ -205,12 +197,6 @@ def _run(function: object, scratch_bytes: object, head: bytes, layout: bytes, is
     status = function(head + tail + layout)  # type: ignore[operator]
     if status:
         raise RuntimeError(f"the CPU kernels failed: {_ERRORS.get(status, status)}")
-
-
-def _expect_writes(x: Tensor) -> None:
-    """Have the pages of fresh memory made at once; see ``csrc/pages.h``."""
-    if x.nbytes >= LARGE:
-        library().expect_writes(x.data_ptr(), x.nbytes, torch.get_num_threads())
 
 
 def _dense(x: Tensor) -> Tensor:
