@@ -197,7 +197,7 @@ def fit_layout(layout: Layout, query: Tensor, key: Tensor, q_start: int) -> None
     """Raise unless a layout is for these tensors and this q_start."""
     B, H, Q, _ = query.shape
     layout.check(Q, key.shape[2], B, H)
-    if layout.q_start != q_start:
+    if layout.sizes["q_start"] != q_start:
         raise ValueError(
             f"q_start: this layout was built with q_start={layout.q_start}, got {q_start}; "
             "pass the same value to layout() and attention()"

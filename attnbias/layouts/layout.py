@@ -265,14 +265,15 @@ class Layout:
 
     def check(self, q_len: int, k_len: int, batch: int, heads: int) -> None:
         """Raise unless the layout fits tensors of these sizes."""
-        if (self.q_len, self.k_len) != (q_len, k_len):
+        sizes = self.sizes  # asked in every call, and quicker than the attributes
+        if sizes["q_len"] != q_len or sizes["k_len"] != k_len:
             raise ValueError(
                 f"relation: this layout is for {self.q_len} queries and {self.k_len} keys, "
                 f"query and key have {q_len} and {k_len}"
             )
-        for name, mine, theirs in (("batch", self.batch, batch), ("heads", self.heads, heads)):
-            if mine not in (1, theirs):
-                raise ValueError(f"relation: this layout has {name} {mine}, query has {theirs}")
+        for name, theirs in (("batch", batch), ("heads", heads)):
+            if sizes[name] not in (1, theirs):
+                raise ValueError(f"relation: this layout has {name} {sizes[name]}, query has {theirs}")
 
     def columns(self, g: int, t: int) -> tuple[Tensor, Tensor]:
         """Decode query tile ``t`` of group ``g``: keys [n], and how often each pair counts [rows, n]."""
