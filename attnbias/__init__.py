@@ -30,6 +30,7 @@ from .relations import (
     Window,
 )
 from .terms import ALiBi, GridBias, KeyBias, PairBias, RelativeBias, linear_buckets, t5_buckets
+from .weights import attention_weights
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ __all__ = [
     "Where",
     "Window",
     "attention",
+    "attention_weights",
     "explain",
     "layout_cache",
     "linear_buckets",
