@@ -21,7 +21,7 @@ FOLDERS = {
 }
 
 FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
+    *("-std=c++17", "-O2", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wconversion", "-Wno-psabi"),
 )
 # csrc/level.cpp is compiled once for each; the library chooses among them when it runs.

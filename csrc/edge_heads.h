@@ -53,8 +53,8 @@ AB_INLINE F other(F x) {
 
 // s[j][h] = x_h . rows_h[row[j]], where head h lies `head` numbers further on.
 template <int N, class T>
-AB_INLINE void head_dots(const T *x, int64_t x_head, const Rows<const T> &rows, int64_t head,
-                         const int32_t *row, int64_t n, float *s) {
+AB_APART void head_dots(const T *x, int64_t x_head, const Rows<const T> &rows, int64_t head,
+                        const int32_t *row, int64_t n, float *s) {
   constexpr int J = EIGHT * COPIES;
   for (int64_t j = 0; j < n; j += COPIES) {
     F sum[J] = {};
@@ -76,9 +76,9 @@ AB_INLINE void head_dots(const T *x, int64_t x_head, const Rows<const T> &rows, 
 // y_h = alpha[h] * from_h + sum_j w[j][h] * rows_h[row[j]]. The weights of edge j are at w + j * 8, or at
 // w + (place[j] - origin) * 16.
 template <int N, class T>
-AB_INLINE void head_gather(const float *w, const int32_t *place, int64_t origin, const Rows<const T> &rows,
-                           int64_t head, const int32_t *row, int64_t n, const float *alpha,
-                           const float *from, int64_t from_head, float *y, int64_t y_head) {
+AB_APART void head_gather(const float *w, const int32_t *place, int64_t origin, const Rows<const T> &rows,
+                          int64_t head, const int32_t *row, int64_t n, const float *alpha,
+                          const float *from, int64_t from_head, float *y, int64_t y_head) {
   constexpr int HEADS = BLOCK / N;
   for (int h0 = 0; h0 < EIGHT; h0 += HEADS) {
     F sum[HEADS][N] = {};
@@ -146,7 +146,7 @@ AB_INLINE void add_head_bias(const Single<T> &a, float *s, int64_t first, int64_
 
 // Scores of a row to weights that add up to 1, given (m, l) to go on from; alpha is what to multiply by
 // there.
-AB_INLINE void head_weights(float *s, int64_t n, float *m, float *l, float *alpha) {
+AB_APART void head_weights(float *s, int64_t n, float *m, float *l, float *alpha) {
   const Lanes m_before = lanes_of(m), l_before = lanes_of(l);
   Lanes most = m_before, sum = {}, by, factor;
   for (int64_t j = n * EIGHT; j % STRIDE; j++) s[j] = -INFINITY;

@@ -81,17 +81,13 @@ struct Single {
     return rows.data ? rows[i] : nullptr;
   }
 
-  // Turn n dot products into softcap(scale * q.k), and `slopes`, when wanted, into its derivative by q.k.
+  // Turn n dot products into scores, and `slopes`, when wanted, into their derivatives by q.k.
   void scores(float *s, float *slopes, int64_t n) const {
+    const Score score(call, 1.0f);
     for (int64_t j = 0; j < n; j += VL) {
-      F value = load(s + j) * splat(call.scale), slope = splat(call.scale);
-      if (call.softcap != 0) {
-        const F bent = tanh_of(value / splat(call.softcap));
-        value = bent * splat(call.softcap);
-        slope = slope * (splat(1.0f) - bent * bent);
-      }
-      store(s + j, value);
-      if (slopes) store(slopes + j, slope);
+      const F raw = score.raw(load(s + j) * splat(score.sign)), slope = splat(call.scale);
+      store(s + j, raw * splat(score.factor));
+      if (slopes) store(slopes + j, score.capped ? slope * score.slope(raw) : slope);
     }
   }
 

@@ -32,7 +32,7 @@ AB_INLINE T *cut(char *&memory, int64_t count) {
 template <class Body>
 AB_INLINE int32_t run_items(int64_t count, int32_t threads, int64_t bytes, const Body &body) {
   int64_t next = 0;
-  const int team = (int)max64(1, min64(threads, count));
+  [[maybe_unused]] const int team = (int)max64(1, min64(threads, count));  // unused without OpenMP
 #pragma omp parallel num_threads(team) if (team > 1)
   {
     char *memory = ab_thread_memory(bytes);

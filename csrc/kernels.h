@@ -25,9 +25,10 @@ char *ab_thread_memory(int64_t bytes);
 // What each part offers inside a level's namespace (see level.cpp). Scratch comes from `scratch`, which
 // has at least the bytes that the part asked for.
 //
-//   int64_t tiles_scratch_bytes(const ab_call &call, bool backward);
-//   int32_t tiles_forward(const ab_call &call, char *scratch);
-//   int32_t tiles_backward(const ab_call &call, char *scratch);
+//   int64_t tiles::forward_scratch_bytes(const ab_call &call);
+//   int64_t tiles::backward_scratch_bytes(const ab_call &call);
+//   int32_t tiles::tiles_forward(const ab_call &call, char *scratch);
+//   int32_t tiles::tiles_backward(const ab_call &call, char *scratch);
 //
 //   int64_t edges_scratch_bytes(const ab_call &call, bool backward);
 //   int32_t edges_forward(const ab_call &call, const ab_call *before, char *scratch);

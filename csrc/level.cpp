@@ -3,14 +3,9 @@
 #error "compile with -DAB_LEVEL=baseline, avx2, avx512 or neon"
 #endif
 
-#include "tiles_forward.h"
-#include "tiles_backward.h"
-#if __has_include("edges.h") && !defined(AB_TILES_ONLY)
 #include "edges.h"
-#define AB_EDGES 1
-#else
-#define AB_EDGES 0
-#endif
+#include "tiles_backward.h"
+#include "tiles_forward.h"
 
 #define AB_TEXT_OF(x) #x
 #define AB_TEXT(x) AB_TEXT_OF(x)
@@ -49,10 +44,10 @@ int64_t scratch_bytes(const ab_call *call, bool backward) {
   char *const start = (char *)64;  // not NULL, which would say that a tensor is not wanted
   char *end = start;
   if (has_tiles(*call) && call->layout.edges) first = call_for_tiles(*call, backward, end);
-  int64_t bytes = has_tiles(*call) ? tiles::tiles_scratch_bytes(first, backward) : 0;
-#if AB_EDGES
+  int64_t bytes = 0;
+  if (has_tiles(*call))
+    bytes = backward ? tiles::backward_scratch_bytes(first) : tiles::forward_scratch_bytes(first);
   if (call->layout.edges) bytes = max64(bytes, edges_scratch_bytes(*call, backward));
-#endif
   return (end - start) + round_up(bytes, 64);
 }
 
@@ -66,12 +61,8 @@ int32_t run(const ab_call *call) {
   if (has_tiles(*call))
     status = BACKWARD ? tiles::tiles_backward(first, scratch) : tiles::tiles_forward(first, scratch);
   if (status != AB_OK || !call->layout.edges) return status;
-#if AB_EDGES
   const ab_call *before = mixed ? &first : nullptr;
   return BACKWARD ? edges_backward(*call, before, scratch) : edges_forward(*call, before, scratch);
-#else
-  return AB_BAD_ARGUMENT;
-#endif
 }
 
 }  // namespace

@@ -55,12 +55,17 @@ AB_INLINE void widen(const T *from, int64_t from_row, int64_t n, int64_t columns
   }
 }
 
-// Rows first .. first + n as float32 with at least `width` columns to read, the further ones 0. They
-// are read where they lie if they can be, else copied to `buffer`, [n, width].
+// Rows first .. first + n as float32 [n, width], the columns past `columns` 0.
+static void copy_rows(const ab_tensor &x, int64_t b, int64_t h, int64_t first, int64_t n, int64_t columns,
+                      int64_t width, float *to) {
+  with_row(x, b, h, first, [&](auto *from) AB_LAMBDA { widen(from, x.row, n, columns, to, width); });
+}
+
+// The same, read where they lie if they can be, else copied to `buffer`.
 static Rows rows_as_float(const ab_tensor &x, int64_t b, int64_t h, int64_t first, int64_t n,
                           int64_t columns, int64_t width, float *buffer) {
   if (x.dtype == AB_FLOAT32 && columns == width) return {row_of<float>(x, b, h, first), x.row};
-  with_row(x, b, h, first, [&](auto *from) AB_LAMBDA { widen(from, x.row, n, columns, buffer, width); });
+  copy_rows(x, b, h, first, n, columns, width, buffer);
   return {buffer, width};
 }
 

@@ -1,7 +1,7 @@
-// The score of a related pair, softcap(scale * q.k), written here once for all tile kernels.
+// The score of a related pair, softcap(scale * q.k), written here once for tiles and edges.
 //
-// Both passes form q.k from unscaled numbers in the order of the columns, so that they get the same bits,
-// and multiply it inside the FMA that subtracts the row's maximum or lse: no score is ever rounded.
+// Both passes of a kernel form q.k from unscaled numbers in one order, so that they get the same bits. The
+// tile kernels multiply it inside the FMA that subtracts the row's maximum or lse: no score is rounded.
 #ifndef ATTNBIAS_SCORE_H
 #define ATTNBIAS_SCORE_H
 
@@ -19,15 +19,15 @@ constexpr float LOWEST = -FLT_MAX;  // where maxima start: finite, so that -inf 
 
 struct Score {
   float sign;          // what q or k is packed with: 1, -1 or 0, so that `factor` is positive
-  float factor;        // score = factor * raw(sign * q.k), in units of log 2
+  float factor;        // score = factor * raw(sign * q.k), in units of 1 / unit
   float inner, outer;  // with softcap raw(x) = outer * tanh(inner * x)
   bool capped;
 
-  explicit Score(const ab_call &call) : capped(call.softcap != 0) {
+  explicit Score(const ab_call &call, float unit = LOG2_E) : capped(call.softcap != 0) {
     sign = capped || call.scale > 0 ? 1.0f : call.scale < 0 ? -1.0f : 0.0f;
-    factor = capped || call.scale == 0 ? 1.0f : fabsf(call.scale) * LOG2_E;
+    factor = capped || call.scale == 0 ? 1.0f : fabsf(call.scale) * unit;
     inner = capped ? call.scale / call.softcap : 0.0f;
-    outer = call.softcap * LOG2_E;
+    outer = call.softcap * unit;
   }
 
   AB_LAMBDA F raw(F product) const {

@@ -82,28 +82,6 @@ AB_INLINE F maximum(F x, F y) {
 #endif
 }
 
-AB_INLINE float max_of(F x) {
-  float result = x[0];
-  for (int i = 1; i < VL; i++) result = result > x[i] ? result : x[i];
-  return result;
-}
-
-// In a fixed order: lanes half a vector apart are added first.
-AB_INLINE float sum_of(F x) {
-#if defined(__AVX512F__)
-  __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x),
-                              _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)x, 1)));
-  __m128 y = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-#elif defined(__AVX2__)
-  __m128 y = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
-#elif defined(__SSE2__)
-  __m128 y = (__m128)x;
-#else
-  F y = x;
-#endif
-  return (y[0] + y[2]) + (y[1] + y[3]);
-}
-
 AB_INLINE bool any_differs(F x, F y) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask((__m512)x, (__m512)y, _CMP_NEQ_UQ) != 0;
@@ -176,13 +154,30 @@ AB_INLINE U narrow_float16(F x) {
 }
 #endif
 
-AB_INLINE F load(const Bfloat16 *p) { return (F)(__builtin_convertvector(*(const AnyHalf *)p, U) << 16); }
+// GCC 12 makes several instructions of __builtin_convertvector where one would do.
+AB_INLINE F load(const Bfloat16 *p) {
+#if defined(__AVX512F__)
+  const U bits = (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__AVX2__)
+  const U bits = (U)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+  const U bits = __builtin_convertvector(*(const AnyHalf *)p, U);
+#endif
+  return (F)(bits << 16);
+}
 
 AB_INLINE void store(Bfloat16 *p, F x) {
   U bits = (U)x;
   U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   U result = (bits & 0x7fffffffu) > 0x7f800000u ? U{} + 0x7fc0u : rounded;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)result));
+#elif defined(__AVX2__)
+  const __m256i pairs = _mm256_packus_epi32((__m256i)result, (__m256i)result);
+  _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08)));
+#else
   *(AnyHalf *)p = __builtin_convertvector(result, Half);
+#endif
 }
 
 AB_INLINE F load(const Float16 *p) {

@@ -11,9 +11,7 @@
 
 #include <sched.h>
 
-#include "items.h"
-#include "pack.h"
-#include "score.h"
+#include "few_backward.h"
 
 namespace AB_LEVEL::tiles {
 
@@ -350,6 +348,7 @@ static void prepare_item(const ab_call &call, const BackwardShared &shared, cons
 }
 
 static int32_t tiles_backward(const ab_call &call, char *scratch) {
+  if (call.Q <= FEW) return few_backward(call, scratch);
   const ab_layout &layout = call.layout;
   const BackwardShared shared(call, scratch);
   const int64_t q_tiles = tiles_of(call.Q, layout.tile), k_tiles = tiles_of(call.K, layout.tile);
@@ -376,8 +375,8 @@ static int32_t tiles_backward(const ab_call &call, char *scratch) {
       });
 }
 
-static int64_t tiles_scratch_bytes(const ab_call &call, bool backward) {
-  if (!backward) return forward_scratch_bytes(call);
+AB_INLINE int64_t backward_scratch_bytes(const ab_call &call) {
+  if (call.Q <= FEW) return few_backward_scratch_bytes(call);
   char *end = nullptr;
   const BackwardShared shared(call, end);
   return (int64_t)(uintptr_t)end;

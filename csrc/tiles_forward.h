@@ -6,7 +6,7 @@
 #ifndef ATTNBIAS_TILES_FORWARD_H
 #define ATTNBIAS_TILES_FORWARD_H
 
-#include "few.h"
+#include "few_forward.h"
 #include "items.h"
 
 namespace AB_LEVEL::tiles {
@@ -232,7 +232,7 @@ static void forward_item(const ab_call &call, const Item &item, char *memory) {
 // The order of the tiles, when the layout has several groups.
 AB_INLINE int64_t forward_scratch_bytes(const ab_call &call) {
   const ab_layout &layout = call.layout;
-  if (call.Q <= FEW) return few_scratch_bytes(call);
+  if (call.Q <= FEW) return few_forward_scratch_bytes(call);
   if (layout.groups == 1) return 0;
   return 4 * layout.groups * (tiles_of(call.Q, layout.tile) + 1) + 2 * 64;
 }

@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -103,13 +104,31 @@ def test_half_precision(relation, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("Q", [1, 2, 4, 5])
+@pytest.mark.parametrize("Q", [1, 2, 3, 4, 5, 8, 16, 17])
 @pytest.mark.parametrize("relation", ["full", "causal", "scattered", "rare", "empty"])
 def test_few_queries(relation, Q, dtype):
     for D, E in ((64, 64), (20, 13), (3, 200)):
-        q, k, v = make_inputs(Q, 1, 4, 2, Q, 200, D, E, dtype)
-        layout = ab.Layout.build(RELATIONS[relation], Q, 200, form="tiles", q_start="end")
-        check(Call(q, k, v, layout, (), None, None, D**-0.5, 0.0, 0.0, ""))
+        for softcap in (0.0, 2.0):
+            q, k, v = make_inputs(Q, 1, 4, 2, Q, 200, D, E, dtype)
+            layout = ab.Layout.build(RELATIONS[relation], Q, 200, form="tiles", q_start="end")
+            check(Call(q, k, v, layout, (), None, None, D**-0.5, softcap, 0.0, ""))
+
+
+@pytest.mark.parametrize("Q", [1, 3, 7])
+def test_few_queries_whose_heads_differ(Q):
+    """Heads that share their keys, with and without a common relation, and negative scores."""
+    odd = ab.Where(lambda q, k: (q + k) % 2 == 1)
+    for relation in (ab.PerHead([ab.Full(), odd, ab.Empty(), ab.Prefix(9)]), odd):
+        for scale in (-0.4, 0.0, None):
+            check(make_call(relation, (2, 4, 2, Q, 150, 16, 16), scale=scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_queries_against_many_keys(dtype):
+    """Keys are cut into parts, whose sums are merged: the same bits whatever the threads."""
+    call = make_call(ab.Full(), (1, 4, 2, 3, 6500, 32, 24), tile=128, dtype=dtype)
+    check(call)
+    check_threads(call, *make_grads(call))
 
 
 @pytest.mark.parametrize("order", ["BLHD", "LBHD", "BHDL"])
@@ -150,7 +169,10 @@ def test_needs(needs):
 @pytest.mark.parametrize("relation", ["causal", "scattered", "full"])
 def test_threads_do_not_change_a_bit(relation, dtype):
     call = make_call(RELATIONS[relation], (1, 4, 2, 700, 700, 32, 32), dtype=dtype)
-    d_out, d_lse = make_grads(call)
+    check_threads(call, *make_grads(call))
+
+
+def check_threads(call: Call, d_out: Tensor, d_lse: Tensor) -> None:
     before = torch.get_num_threads()
     try:
         results = []
@@ -277,7 +299,10 @@ def test_scratch_is_bounded():
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["head", "row"])
 def test_offsets_past_32_bits(step):
-    """Query, key, value and the gradient of out have elements past 2^31; few pages are touched."""
+    """Query, key, value and the gradient of out have elements past 2^31.
+
+    They share one array of 8 GiB, of which few pages are touched: NumPy's is not filled with NaN.
+    """
     H, L, D = 2, 70, 16
     strides = (0, 2**31, D, 1) if step == "head" else (0, D, 2**31 // (L - 2), 1)
     size = sum((n - 1) * s for n, s in zip((1, H, L, D), strides, strict=True)) + 1
@@ -285,9 +310,11 @@ def test_offsets_past_32_bits(step):
     call = make_call(RELATIONS["causal"], (1, H, H, L, L, D, D))
     d_out, d_lse = make_grads(call)
     want = compute(call, d_out, d_lse)
-    memory = [torch.empty(size).as_strided((1, H, L, D), strides) for _ in range(4)]
-    for far, near in zip(memory, (call.query, call.key, call.value, d_out), strict=True):
-        far.copy_(near)
-    call.query, call.key, call.value, d_out = memory
+    apart = L * D if step == "head" else H * D
+    memory = torch.from_numpy(np.empty(size + 3 * apart, dtype=np.float32))
+    far = [memory.as_strided((1, H, L, D), strides, i * apart) for i in range(4)]
+    for x, near in zip(far, (call.query, call.key, call.value, d_out), strict=True):
+        x.copy_(near)
+    call.query, call.key, call.value, d_out = far
     for got, x in zip(compute(call, d_out, d_lse), want, strict=True):
         assert torch.equal(got, x)

@@ -139,7 +139,7 @@ def test_work_is_ordered_longest_first():
 
 
 def test_fields_are_aligned_views_of_one_buffer():
-    layout = ab.Layout.build(ab.Window(before=9) | ab.Graph([[0], [50]], num_nodes=90), 90, 90)
+    layout = ab.Layout.build(ab.Window(before=49) | ab.Graph([[0], [60]], num_nodes=90), 90, 90)
     assert layout.edges == 1
     offsets = layout.where[len(SIZES) :].tolist()
     assert all(offset % 4 == 0 for offset in offsets)

@@ -24,7 +24,7 @@ name = "cpu"
 
 ABI_VERSION = 1
 LARGEST = 256  # of D and E
-FEW = 4  # queries that csrc/few.h takes, with scratch; a forward pass over more seldom needs any
+FEW = 16  # queries that csrc/few.h takes at most, with scratch; a forward pass over more seldom needs any
 
 LARGE = 1 << 20  # bytes of a result whose pages are worth a request of their own
 

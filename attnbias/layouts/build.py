@@ -39,11 +39,13 @@ class Costs:
     panel: int | None  # keys that a kernel skips at once inside a partial tile; None = it does not
 
 
-# CPU: kernels skip panels of 16 keys, so a small tile saves nothing, and edges win below about a third fill.
+# CPU, measured by `attnbias bench costs` (Zen 4, D = 64; AVX2 and AVX-512 alike): kernels skip panels of 16
+# keys, so that a small tile saves next to nothing (1.00 to 1.02), and at the crossover an edge takes the time
+# of 2.3 pairs in a tile forward and 2.5 with backward: edges win below two fifths fill.
 # GPU: a 64-tile takes 1.10x the instructions per pair of a 128-tile (sm_80, D = 64; static), an edge about
 # 45x those of a pair in a tile (14.5 per edge against 1259 per MFLOP; static).
 COSTS = {
-    "cpu": Costs(tile={128: 1.0, 64: 1.1}, edge=3.0, panel=16),
+    "cpu": Costs(tile={128: 1.0, 64: 1.02}, edge=2.4, panel=16),
     "gpu": Costs(tile={128: 1.0, 64: 1.1}, edge=45.0, panel=None),
 }
 
