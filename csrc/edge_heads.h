@@ -139,7 +139,7 @@ AB_INLINE void with_vectors(int64_t size, const Body &body) {
 template <class T>
 AB_INLINE void add_head_bias(const Single<T> &a, float *s, int64_t first, int64_t n) {
   for (int64_t j = 0; a.bias && j < n; j++) {
-    const float *bias = a.bias + a.edge_id[first + j] * a.call.bias_edge;
+    const float *bias = a.bias + a.bias_place(first + j);
     for (int h = 0; h < EIGHT; h++) s[j * EIGHT + h] += bias[h * a.call.bias_head];
   }
 }
@@ -197,9 +197,8 @@ static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const in
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
       for (int h = 0; h < EIGHT; h++) {
-        const bool some = a.lse_before && a.lse_before[h * Q + i] != -INFINITY;
-        m[i - row][h] = some ? a.lse_before[h * Q + i] : -INFINITY;
-        l[i - row][h] = some ? 1.0f : 0.0f;
+        m[i - row][h] = a.lse_before ? a.lse_before[h * Q + i] : a.sink ? a.sink[h] : -INFINITY;
+        l[i - row][h] = m[i - row][h] != -INFINITY ? 1.0f : 0.0f;
       }
       head_dots<N>(a.q[i], call.q.head, a.k, call.k.head, a.edge_key + ptr[i], n, s + at);
       at += round_up(n * EIGHT, STRIDE);
@@ -268,7 +267,7 @@ static void fused_backward(const Single<T> &a, int64_t row, int64_t end, const i
           a.weigh(s, d, slopes, row_lse.part[c], row_delta.part[c], j + c * VL);
       }
       for (int64_t j = 0; a.dbias && j < n; j++) {
-        float *dbias = a.dbias + a.edge_id[ptr[i] + j] * call.bias_edge;
+        float *dbias = a.dbias + a.bias_place(ptr[i] + j);
         for (int h = 0; h < EIGHT; h++) dbias[h * call.bias_head] += slopes[at + j * EIGHT + h];
       }
       for (int64_t j = 0; hand && j < n; j++) {

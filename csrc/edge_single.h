@@ -33,6 +33,7 @@ struct Single {
   float *dbias;
   const ab_call &call;
   const float *bias;  // NULL is 0
+  const float *sink;  // NULL = none
   const int32_t *edge_key, *edge_id, *col_query, *col_edge;
   int64_t origin;                      // the group's first edge
   int64_t hand_edge = 2, hand_ds = 1;  // where `hand` has p of an edge, and how far from it dS
@@ -60,8 +61,10 @@ struct Single {
     }
     lse = call.lse + (b * call.H + h) * call.Q;
     dlse = call.dlse ? call.dlse + (b * call.H + h) * call.Q : nullptr;
-    dbias = call.dedge_bias ? call.dedge_bias + h * call.bias_head : nullptr;
-    bias = call.edge_bias ? call.edge_bias + h * call.bias_head : nullptr;
+    const int64_t bias_at = b * call.bias_batch + h * call.bias_head;
+    dbias = call.dedge_bias ? call.dedge_bias + bias_at : nullptr;
+    bias = call.edge_bias ? call.edge_bias + bias_at : nullptr;
+    sink = call.sink ? call.sink + h : nullptr;
     edge_key = call.layout.edge_key;
     edge_id = call.layout.edge_id;
     col_query = call.layout.col_query;
@@ -94,9 +97,12 @@ struct Single {
   // Edge j stands at place[j] of edge_key, or at first + j.
   void add_bias(float *s, int64_t first, const int32_t *place, int64_t n) const {
     if (!bias) return;
-    for (int64_t j = 0; j < n; j++) {
-      s[j] += bias[edge_id[place ? place[j] : first + j] * call.bias_edge];
-    }
+    for (int64_t j = 0; j < n; j++) s[j] += bias[bias_place(place ? place[j] : first + j)];
+  }
+
+  // Where the bias of an edge lies, given its place in edge_key.
+  int64_t bias_place(int64_t place) const {
+    return (call.bias_by_place ? place : edge_id[place]) * call.bias_edge;
   }
 
   // Scores become weights, exp(score - m), after which the state holds m and l; the last vector is filled
@@ -134,8 +140,10 @@ struct Single {
     }
   }
 
+  // Go on from the tiles, which have the sink already, or begin with the sink.
   Softmax start(int64_t i) const {
-    if (!lse_before || lse_before[i] == -INFINITY) return {-INFINITY, 0.0f, nullptr};
+    if (!lse_before) return {sink ? *sink : -INFINITY, sink ? 1.0f : 0.0f, nullptr};
+    if (lse_before[i] == -INFINITY) return {-INFINITY, 0.0f, nullptr};
     return {lse_before[i], 1.0f, out_before[i]};
   }
 
@@ -250,7 +258,7 @@ struct Single {
   // Put the results of n edges where they are wanted.
   void keep(const float *p, const float *d, const float *by_score, int64_t first, int64_t n,
             float *hand) const {
-    for (int64_t j = 0; dbias && j < n; j++) dbias[edge_id[first + j] * call.bias_edge] += by_score[j];
+    for (int64_t j = 0; dbias && j < n; j++) dbias[bias_place(first + j)] += by_score[j];
     for (int64_t j = 0; hand && j < n; j++) {
       float *pair = hand + hand_edge * (first - origin + j);
       pair[0] = p[j];

@@ -6,10 +6,15 @@ import pytest
 import torch
 
 import attnbias as ab
+from attnbias.backends import cpu
 from attnbias.testing import assert_no_worse, eager, magnitudes, make_inputs
 
 # What has code for terms here; each backend runs the same tests.
-BACKENDS = ["reference", "rows"]
+BACKENDS = [
+    "reference",
+    "rows",
+    pytest.param("cpu", marks=pytest.mark.skipif(bool(cpu.missing()), reason="no library")),
+]
 B, H, Q, K = 2, 4, 70, 97
 START = K - Q
 GRID = (7, 14)  # 98 places
