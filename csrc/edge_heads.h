@@ -144,6 +144,23 @@ AB_INLINE void add_head_bias(const Single<T> &a, float *s, int64_t first, int64_
   }
 }
 
+// Multiply numbers [n, EIGHT] of row i by what dropout makes of their weights.
+template <class T>
+static void drop_heads(const Single<T> &a, int64_t i, const int32_t *key, int64_t n, float *numbers) {
+  if (!a.call.drop_below) return;
+  const Dropout dropout(a.call);
+  for (int64_t at = 0; at < n * EIGHT; at += VL) {
+    U keys, heads;
+    for (int64_t l = 0; l < VL; l++) {
+      keys[l] = (uint32_t)key[min64((at + l) / EIGHT, n - 1)];
+      heads[l] = (uint32_t)(a.head + (at + l) % EIGHT);
+    }
+    const U position = splat((uint32_t)i + dropout.q_start);
+    const F share = dropout.share(keys, position, heads, splat((uint32_t)a.batch));
+    store(numbers + at, load(numbers + at) * share);
+  }
+}
+
 // Scores of a row to weights that add up to 1, given (m, l) to go on from; alpha is what to multiply by
 // there.
 AB_APART void head_weights(float *s, int64_t n, float *m, float *l, float *alpha) {
@@ -209,6 +226,7 @@ static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const in
       const int64_t n = ptr[i + 1] - ptr[i];
       add_head_bias(a, s + at, ptr[i], n);
       head_weights(s + at, n, m[i - row], l[i - row], alpha[i - row]);
+      drop_heads(a, i, a.edge_key + ptr[i], n, s + at);
       at += round_up(n * EIGHT, STRIDE);
     }
     at = 0;
@@ -260,12 +278,14 @@ static void fused_backward(const Single<T> &a, int64_t row, int64_t end, const i
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
       add_head_bias(a, s + at, ptr[i], n);
+      drop_heads(a, i, a.edge_key + ptr[i], n, d + at);
       const Lanes row_lse = lanes_of(lse[i - row]), row_delta = lanes_of(delta[i - row]);
       for (int64_t j = at; j < at + n * EIGHT; j += STRIDE) {
         AB_UNROLL
         for (int c = 0; c < PARTS; c++)
           a.weigh(s, d, slopes, row_lse.part[c], row_delta.part[c], j + c * VL);
       }
+      drop_heads(a, i, a.edge_key + ptr[i], n, s + at);
       for (int64_t j = 0; a.dbias && j < n; j++) {
         float *dbias = a.dbias + a.bias_place(ptr[i] + j);
         for (int h = 0; h < EIGHT; h++) dbias[h * call.bias_head] += slopes[at + j * EIGHT + h];

@@ -5,6 +5,7 @@
 
 #include "bias.h"
 #include "few.h"
+#include "philox.h"
 
 namespace AB_LEVEL::tiles {
 
@@ -55,16 +56,19 @@ struct FewGradients {
 
 // Raw scores [first, count) of row r become P, the products dO . v dS, the bias dS by the score.
 static void weigh_few(const ab_call &call, const Score &score, const FewGradients &buffer, int64_t r,
-                      const int32_t *bits, int64_t first, int64_t count, float *probs, float *d_scores) {
+                      const int32_t *bits, const uint32_t *kept, int64_t first, int64_t count, float *probs,
+                      float *d_scores) {
   for (int64_t j = first; j < count; j += VL) {
     const F raw = score.raw(load(probs + j));
     const F whole = buffer.bias ? score.with_bias(raw, load(buffer.bias + j)) : raw;
     const F related = exp2_of(score.below(whole, buffer.lse[r], buffer.lse_rest[r]));
     const uint32_t lanes = related_lanes(bits, j, count);
-    const F p = choose(lanes, related, F{}), by_weight = load(d_scores + j) - splat(buffer.delta[r]);
+    const F share = kept ? choose(kept[j / 32] >> j % 32, splat(call.kept_share), F{}) : splat(1.0f);
+    const F p = choose(lanes, related, F{}),
+            by_weight = load(d_scores + j) * share - splat(buffer.delta[r]);
     F d = p * splat(call.scale) * by_weight;
     if (score.capped) d *= score.slope(raw);
-    store(probs + j, p);
+    store(probs + j, p * share);
     store(d_scores + j, choose(lanes, d, F{}));
     if (buffer.bias) store(buffer.bias + j, choose(lanes, p * by_weight, F{}));
   }
@@ -104,8 +108,10 @@ static void add_meeting(const ab_call &call, const Score &score, const FewGradie
     for (int i = 0; i < R; i++) {
       const int64_t h = first_head + (r + i) / call.Q, query = (r + i) % call.Q, key = first_key + first;
       if (buffer.bias) fill_row(call, item.b, h, query, key, count - first, buffer.bias + first);
-      weigh_few(call, score, buffer, r + i, queries.bits[i], first, count, buffer.probs + i * FEW_KEYS,
-                buffer.d_scores + i * FEW_KEYS);
+      uint32_t kept[FEW_KEYS / 32];
+      if (call.drop_below) Dropout(call).row_bits(item.b, h, query, first_key, there, kept);
+      weigh_few(call, score, buffer, r + i, queries.bits[i], call.drop_below ? kept : nullptr, first, count,
+                buffer.probs + i * FEW_KEYS, buffer.d_scores + i * FEW_KEYS);
       if (terms)
         terms[(r + i) / call.Q].add_row(call, item.b, h, query, key, count - first, buffer.bias + first);
     }

@@ -4,6 +4,7 @@
 
 #include "bias.h"
 #include "few.h"
+#include "philox.h"
 
 namespace AB_LEVEL::tiles {
 
@@ -17,9 +18,9 @@ struct State {
 };
 
 // Scores [first, count) of a row become 2^(score - top); returns what the state's sums are multiplied by.
-// `bias` is for them, too, or NULL.
+// `bias` is for them, too, or NULL; `kept` has a bit for each that dropout keeps, or is NULL.
 static float weigh_few(const Score &score, float *scores, const float *bias, const int32_t *bits,
-                       int64_t first, int64_t count, State state) {
+                       const uint32_t *kept, int64_t first, int64_t count, State state) {
   const F factor = splat(score.late);
   F highest = splat(-INFINITY), sum = F{};
   for (int64_t j = first; j < count; j += VL) {
@@ -34,7 +35,7 @@ static float weigh_few(const Score &score, float *scores, const float *bias, con
   for (int64_t j = first; j < count; j += VL) {
     const F p = exp2_of(load(scores + j) * factor - splat(top));
     sum += p;
-    store(scores + j, p);
+    store(scores + j, kept ? choose(kept[j / 32] >> j % 32, p, F{}) : p);
   }
   const F keep = exp2_of(splat(before) - splat(top));
   *state.top = top;
@@ -100,8 +101,11 @@ static void add_chunk(const ab_call &call, const Item &item, int64_t heads, floa
       for (int i = 0; i < R; i++) {
         const int64_t h = item.h + (r + i) / call.Q, query = (r + i) % call.Q;
         if (terms) fill_row(call, item.b, h, query, start + first, count - first, buffer.bias + first);
-        keep[i] = weigh_few(score, buffer.scores + i * FEW_KEYS, terms ? buffer.bias : nullptr,
-                            some.bits[i], first, count, State(call, state + i * state_row));
+        uint32_t kept[FEW_KEYS / 32];
+        if (call.drop_below) Dropout(call).row_bits(item.b, h, query, start, there, kept);
+        keep[i] =
+            weigh_few(score, buffer.scores + i * FEW_KEYS, terms ? buffer.bias : nullptr, some.bits[i],
+                      call.drop_below ? kept : nullptr, first, count, State(call, state + i * state_row));
       }
       add_tile<R>(buffer.scores, keep, values, buffer.value_width, r == 0, first, count, state, state_row);
     });
@@ -120,10 +124,10 @@ static void merge_chunks(const ab_call &call, int64_t b, int64_t h, int64_t i, f
     for (int64_t e = 0; e < call.E; e += VL)
       store(all.out + e, load(all.out + e) * keep + load(part.out + e) * add);
   }
-  F keep = splat(1.0f);
+  F keep = splat(call.drop_below ? call.kept_share : 1.0f);
   if (call.sink) {
     F top = splat(*all.top), total = splat(*all.total);
-    keep = add_sink(call.sink[h], top, total);
+    keep *= add_sink(call.sink[h], top, total);
     *all.top = top[0];
     *all.total = total[0];
   }

@@ -10,6 +10,7 @@
 #define ATTNBIAS_TILES_BACKWARD_H
 
 #include "few_backward.h"
+#include "philox.h"
 
 namespace AB_LEVEL::tiles {
 
@@ -53,6 +54,7 @@ struct BackwardBuffer {
   float *probs, *d_scores, *slopes;  // [tile, row]; slopes with softcap only
   float *d_bias;                     // [tile, row]: dS before scale and softcap, where terms want it
   float *lse, *lse_rest;             // [tile], as Score::split gives them
+  uint32_t *kept;                    // [tile, tile / 32]: bits of pairs that dropout keeps; NULL = all
 
   // Lay out from `memory` on, which moves to the end.
   BackwardBuffer(const ab_call &call, char *&memory)
@@ -72,6 +74,7 @@ struct BackwardBuffer {
     d_bias = wants_terms(call) ? cut<float>(memory, tile * row) : nullptr;
     lse = cut<float>(memory, tile);
     lse_rest = cut<float>(memory, tile);
+    kept = call.drop_below ? cut<uint32_t>(memory, tile * (tile / 32)) : nullptr;
   }
 };
 
@@ -89,8 +92,9 @@ struct Strip {
   uint32_t panels;
 };
 
-// P of a strip of queries and a panel of keys; 0 where unrelated. With TERMS `probs` holds the bias before.
-template <int MR, bool TERMS>
+// P of a strip of queries and a panel of keys; 0 where unrelated. With MORE `probs` may
+// hold the bias before.
+template <int MR, bool MORE>
 AB_INLINE void compute_probs(const ab_call &call, const Score &score, const BackwardBuffer &buffer,
                              const Meeting &meeting, int64_t r, int64_t panel) {
   Sums<MR, 2> sums;
@@ -106,7 +110,7 @@ AB_INLINE void compute_probs(const ab_call &call, const Score &score, const Back
     AB_UNROLL
     for (int c = 0; c < 2; c++) {
       F raw = score.raw(sums.at[i][c]);
-      const F whole = TERMS ? score.with_bias(raw, load(buffer.probs + at + c * VL)) : raw;
+      const F whole = MORE && score.biased ? score.with_bias(raw, load(buffer.probs + at + c * VL)) : raw;
       F p = exp2_of(score.below(whole, buffer.lse[r + i], buffer.lse_rest[r + i]));
       if (meeting.bits) p = choose(related >> (c * VL), p, F{});
       store(buffer.probs + at + c * VL, p);
@@ -116,21 +120,30 @@ AB_INLINE void compute_probs(const ab_call &call, const Score &score, const Back
 }
 
 // dS of the same.
-template <int MR, bool TERMS>
+template <int MR, bool MORE>
 AB_INLINE void compute_d_scores(const ab_call &call, const BackwardBuffer &buffer, const Meeting &meeting,
                                 int64_t r, int64_t panel) {
   Sums<MR, 2> sums;
   clear(sums);
   add_rows(sums, call.E, meeting.d_out.at + r * meeting.d_out.row, meeting.d_out.row,
            buffer.values_t + panel * LANES * call.E, LANES);
+  [[maybe_unused]] const int64_t first = panel * LANES, words = call.layout.tile / 32;
   AB_UNROLL
   for (int i = 0; i < MR; i++) {
     const int64_t at = (r + i) * buffer.row + panel * LANES;
+    const uint32_t kept = MORE && buffer.kept ? buffer.kept[(r + i) * words + first / 32] >> first % 32 : 0;
     AB_UNROLL
     for (int c = 0; c < 2; c++) {
-      const F p = load(buffer.probs + at + c * VL), by_weight = sums.at[i][c] - splat(meeting.delta[r + i]);
+      const F p = load(buffer.probs + at + c * VL);
+      F d_weight = sums.at[i][c];
+      if (MORE && buffer.kept) {
+        const F share = choose(kept >> (c * VL), splat(call.kept_share), F{});
+        d_weight *= share;
+        store(buffer.probs + at + c * VL, p * share);
+      }
+      const F by_weight = d_weight - splat(meeting.delta[r + i]);
       F d = p * splat(call.scale) * by_weight;
-      if (TERMS && buffer.d_bias) store(buffer.d_bias + at + c * VL, p * by_weight);
+      if (MORE && buffer.d_bias) store(buffer.d_bias + at + c * VL, p * by_weight);
       if (call.softcap != 0) d *= load(buffer.slopes + at + c * VL);
       store(buffer.d_scores + at + c * VL, d);
     }
@@ -152,7 +165,7 @@ AB_INLINE uint32_t panels_of(const ab_call &call, const Meeting &meeting, int64_
 }
 
 // P and dS of a meeting, 0 in panels without a pair; returns the number of strips.
-template <bool TERMS>
+template <bool MORE>
 static int64_t compute_scores(const ab_call &call, const Score &score, const BackwardBuffer &buffer,
                               const Meeting &meeting, int64_t panels, Strip *strips) {
   int64_t count = 0;
@@ -162,16 +175,16 @@ static int64_t compute_scores(const ab_call &call, const Score &score, const Bac
     for (int64_t p = 0; p < panels; p++) {
       if (found >> p & 1) {
         with_rows(n, [&](auto rows) AB_LAMBDA {
-          compute_probs<rows.value, TERMS>(call, score, buffer, meeting, r, p);
-          if (call.dq.data || call.dk.data || (TERMS && buffer.d_bias))
-            compute_d_scores<rows.value, TERMS>(call, buffer, meeting, r, p);
+          compute_probs<rows.value, MORE>(call, score, buffer, meeting, r, p);
+          if (call.dq.data || call.dk.data || (MORE && (buffer.d_bias || buffer.kept)))
+            compute_d_scores<rows.value, MORE>(call, buffer, meeting, r, p);
         });
         continue;
       }
       for (int64_t at = r * buffer.row + p * LANES; at < (r + n) * buffer.row; at += buffer.row) {
         memset(buffer.probs + at, 0, LANES * sizeof(float));
         memset(buffer.d_scores + at, 0, LANES * sizeof(float));
-        if (TERMS && buffer.d_bias) memset(buffer.d_bias + at, 0, LANES * sizeof(float));
+        if (MORE && buffer.d_bias) memset(buffer.d_bias + at, 0, LANES * sizeof(float));
       }
     }
     strips[count++] = {r, n, found};
@@ -271,8 +284,8 @@ static void add_d_queries(const ab_call &call, const BackwardBuffer &buffer, Row
   }
 }
 
-// All that one key tile and query tile `t` of head h give.
-template <bool TERMS>
+// All that one key tile and query tile `t` of head h give; MORE is for terms and dropout.
+template <bool MORE>
 static void backward_meeting(const ab_call &call, const BackwardShared &shared, BackwardBuffer &buffer,
                              TermSums &terms, const Item &item, int64_t h, int64_t group, int64_t entry,
                              bool full, Rows keys, int64_t key_count) {
@@ -280,7 +293,7 @@ static void backward_meeting(const ab_call &call, const BackwardShared &shared, 
   const int64_t tile = layout.tile, t = layout.k_tile[entry], first = t * tile;
   const int64_t head = item.b * call.H + h, tiles = tiles_of(call.Q, tile);
   const float *lse = call.lse + head * call.Q + first;
-  const Score score(call, LOG2_E, TERMS);
+  const Score score(call, LOG2_E, MORE && has_terms(call));
   Meeting meeting = {};
   meeting.count = min64(tile, call.Q - first);
   meeting.queries =
@@ -290,13 +303,16 @@ static void backward_meeting(const ab_call &call, const BackwardShared &shared, 
   meeting.delta = shared.delta + head * call.Q + first;
   if (!full) meeting.bits = layout.patterns + layout.k_mark[entry] * tile * (tile / 32);
   for (int64_t i = 0; i < meeting.count; i++) score.split(lse[i], buffer.lse + i, buffer.lse_rest + i);
-  for (int64_t i = 0; TERMS && i < meeting.count; i++)
+  for (int64_t i = 0; MORE && buffer.kept && i < meeting.count; i++)
+    Dropout(call).row_bits(item.b, h, first + i, item.tile * tile, key_count,
+                           buffer.kept + i * (tile / 32));
+  for (int64_t i = 0; MORE && score.biased && i < meeting.count; i++)
     fill_row(call, item.b, h, first + i, item.tile * tile, key_count, buffer.probs + i * buffer.row);
   Strip strips[MOST_ROWS] = {};
   const int64_t count =
-      compute_scores<TERMS>(call, score, buffer, meeting, tiles_of(key_count, LANES), strips);
+      compute_scores<MORE>(call, score, buffer, meeting, tiles_of(key_count, LANES), strips);
   add_d_keys(call, buffer, meeting, strips, count, key_count);
-  for (int64_t i = 0; TERMS && buffer.d_bias && i < meeting.count; i++)
+  for (int64_t i = 0; MORE && buffer.d_bias && i < meeting.count; i++)
     terms.add_row(call, item.b, h, first + i, item.tile * tile, key_count, buffer.d_bias + i * buffer.row);
   if (!call.dq.data) return;
   const int32_t rank = shared.rank[entry];
@@ -322,7 +338,7 @@ AB_INLINE void start_terms(const ab_call &call, const int32_t *bounds, int64_t k
 }
 
 // One key tile of one key head, with all query heads that read it.
-template <bool TERMS>
+template <bool MORE>
 static void backward_item(const ab_call &call, const BackwardShared &shared, const Item &item,
                           char *memory) {
   BackwardBuffer buffer(call, memory);
@@ -339,10 +355,10 @@ static void backward_item(const ab_call &call, const BackwardShared &shared, con
   for (int64_t h = item.h * share; h < (item.h + 1) * share; h++) {
     const int64_t group = group_of(layout, item.b, h);
     const int32_t *bounds = layout.k_ptr + (group * tiles + item.tile) * 3;
-    if (TERMS && buffer.d_bias) start_terms(call, bounds, first, n, terms);
+    if (MORE && buffer.d_bias) start_terms(call, bounds, first, n, terms);
     for (int64_t i = bounds[0]; i < bounds[2]; i++)
-      backward_meeting<TERMS>(call, shared, buffer, terms, item, h, group, i, i < bounds[1], keys, n);
-    if (!TERMS || !buffer.d_bias) continue;
+      backward_meeting<MORE>(call, shared, buffer, terms, item, h, group, i, i < bounds[1], keys, n);
+    if (!MORE || !buffer.d_bias) continue;
     int32_t *turn = shared.turn + item.b * call.H + h;
     wait_for(turn, (int32_t)item.tile);
     terms.hand_over(call, item.b, h);
@@ -399,12 +415,12 @@ static int32_t tiles_backward(const ab_call &call, char *scratch) {
   char *end = nullptr;
   BackwardBuffer(call, end);
   TermSums(call, call.Q, layout.tile, end);
-  const bool terms = has_terms(call);
+  const bool more = has_terms(call) || call.drop_below;
   return run_together(call, k_tiles, (int64_t)(uintptr_t)end,
                       [&](int64_t b, int64_t h, int64_t t, char *memory) {
                         const Item item = {b, h, 0, t};
-                        terms ? backward_item<true>(call, shared, item, memory)
-                              : backward_item<false>(call, shared, item, memory);
+                        more ? backward_item<true>(call, shared, item, memory)
+                             : backward_item<false>(call, shared, item, memory);
                       });
 }
 

@@ -9,6 +9,7 @@
 #include "bias.h"
 #include "few_forward.h"
 #include "items.h"
+#include "philox.h"
 
 namespace AB_LEVEL::tiles {
 
@@ -108,6 +109,33 @@ AB_INLINE void add_values(Rows values, const float *probs, const Run *runs, int6
   store(sums, out, LANES);
 }
 
+// Weights of dropped pairs become 0.
+static void drop_keys(const ab_call &call, const Block &block, const Panel &panel, const Run *runs,
+                      int64_t count, float *weights) {
+  const Dropout dropout(call);
+  U position[2];
+  for (int c = 0; c < 2; c++)
+    for (int l = 0; l < VL; l++) position[c][l] = (uint32_t)(panel.first + c * VL + l) + dropout.q_start;
+  const U head = splat((uint32_t)panel.h), batch = splat((uint32_t)panel.b), limit = splat(dropout.limit);
+  for (const Run *run = runs; run < runs + count; run++) {
+    const int64_t end = run->first + run->count;
+    for (int64_t j = run->first / 4 * 4; j < end; j += 4) {
+      const U quad = splat((uint32_t)(block.first + j) >> 2);
+      AB_UNROLL
+      for (int c = 0; c < 2; c++) {
+        U word[4];
+        dropout.words(quad, position[c], head, batch, word);
+        AB_UNROLL
+        for (int i = 0; i < 4; i++) {
+          if (j + i < run->first || j + i >= end) continue;
+          float *x = weights + (j + i) * LANES + c * VL;
+          store(x, word[i] > limit ? load(x) : F{});
+        }
+      }
+    }
+  }
+}
+
 // Add a block of keys to a panel of queries that starts at `lane` of the tile.
 template <bool TERMS>
 static void add_block(const ab_call &call, const Score &score, const Block &block, const Panel &panel,
@@ -118,7 +146,7 @@ static void add_block(const ab_call &call, const Score &score, const Block &bloc
   if (!count) return;
   alignas(64) float keep[LANES];
   bool moved = false;
-  F total[2];
+  F total[2], sum[2] = {};
   const F factor = splat(score.late);
   for (int c = 0; c < 2; c++) {
     F before = load(panel.top + c * VL);
@@ -130,19 +158,27 @@ static void add_block(const ab_call &call, const Score &score, const Block &bloc
   }
   for (const Run *run = runs; run < runs + count; run++) {
     float *x = scores + run->first * LANES;
-    for (const float *stop = x + run->count * LANES; x < stop; x += LANES) {
-      AB_UNROLL
-      for (int c = 0; c < 2; c++) {
-        F p = exp2_of(load(x + c * VL) * factor - top[c]);
-        total[c] += p;
-        store(x + c * VL, p);
+    const float *stop = x + run->count * LANES;
+    while (x < stop) {
+      // In three levels: where scores repeat, as those of a table do, all roundings of a sum go one way.
+      const float *end = x + min64(stop - x, 16 * LANES);
+      F few[2] = {};
+      for (; x < end; x += LANES) {
+        AB_UNROLL
+        for (int c = 0; c < 2; c++) {
+          F p = exp2_of(load(x + c * VL) * factor - top[c]);
+          few[c] += p;
+          store(x + c * VL, p);
+        }
       }
+      for (int c = 0; c < 2; c++) sum[c] += few[c];
     }
   }
   for (int c = 0; c < 2; c++) {
     store(panel.top + c * VL, top[c]);
-    store(panel.total + c * VL, total[c]);
+    store(panel.total + c * VL, total[c] + sum[c]);
   }
+  if (call.drop_below) drop_keys(call, block, panel, runs, count, scores);
   for (int64_t e = 0; e < call.E;) {
     int n = strip_of(call.E - e);
     with_rows(n, [&](auto rows) AB_LAMBDA {
@@ -181,10 +217,10 @@ static void finish_panel(const ab_call &call, const Panel &panel, float *rows) {
   alignas(64) float share[LANES];
   const int64_t b = panel.b, h = panel.h, first = panel.first, n = panel.count;
   float *lse = call.lse + (b * call.H + h) * call.Q + first;
-  for (int64_t i = 0; i < LANES; i++) share[i] = 1;
+  for (int64_t i = 0; i < LANES; i++) share[i] = call.drop_below ? call.kept_share : 1;
   for (int64_t c = 0; call.sink && c < LANES; c += VL) {
     F top = load(panel.top + c), total = load(panel.total + c);
-    store(share + c, add_sink(call.sink[h], top, total));
+    store(share + c, load(share + c) * add_sink(call.sink[h], top, total));
     store(panel.top + c, top);
     store(panel.total + c, total);
   }

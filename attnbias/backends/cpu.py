@@ -131,8 +131,6 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"dtype: float32, bfloat16 or float16, got {query.dtype}")
     if D > LARGEST or E > LARGEST:
         reasons.append(f"head size: at most {LARGEST}, got D={D} and E={E}")
-    if problem.dropout_p > 0:
-        reasons.append(f"dropout_p: only 0 on the CPU kernels yet, got {problem.dropout_p}")
     return reasons + why_not_parts(problem.terms) if problem.terms else reasons
 
 
