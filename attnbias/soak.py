@@ -42,12 +42,14 @@ class _Slope:
         return -0.1 * (h + b + 1) * (q - k).abs()
 
 
-def _draw_terms(rng: random.Random, batch: int, heads: int, first: int, q_len: int, k_len: int) -> list[Any]:
-    """One to three of the library's terms, each around a leaf of its own."""
+def _draw_terms(
+    rng: random.Random, dtype: torch.dtype, batch: int, heads: int, first: int, q_len: int, k_len: int
+) -> list[Any]:
+    """One to three of the library's terms, each around a leaf of its own that the dtype can hold."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
 
-    def leaf(*shape: int, size: float = 1.0) -> Tensor:
-        x = size * torch.randn(shape, generator=generator)
+    def leaf(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=generator).to(dtype)
         if rng.random() < 0.2:  # -inf removes a pair; the same ones in every precision
             x[torch.rand(shape, generator=generator) < 0.1] = -math.inf
         return x.requires_grad_()
@@ -60,7 +62,7 @@ def _draw_terms(rng: random.Random, batch: int, heads: int, first: int, q_len: i
     count = rng.choice([8, 16, 32])
     slopes = (heads,) if rng.random() < 0.5 else (batch, heads)
     makers: list[Callable[[], KernelTerm]] = [
-        lambda: ALiBi((0.2 * torch.rand(slopes, generator=generator)).requires_grad_()),
+        lambda: ALiBi((0.2 * torch.rand(slopes, generator=generator)).to(dtype).requires_grad_()),
         lambda: RelativeBias(leaf(heads, count), t5_buckets(rng.random() < 0.5, 64)),
         lambda: RelativeBias(leaf(heads, 9), linear_buckets(4)),
         lambda: GridBias(leaf(heads, (2 * rows - 1) * (2 * columns - 1)), (rows, columns)),
@@ -135,7 +137,7 @@ def draw(seed: int, *, plain: bool = False) -> Drawn:
         if chance < 0.05:
             options["terms"] = [_Slope()]
         elif chance < 0.4:
-            options["terms"] = _draw_terms(rng, batch, heads, first, q_len, k_len)
+            options["terms"] = _draw_terms(rng, inputs[0].dtype, batch, heads, first, q_len, k_len)
     by_value = any(isinstance(term, _Slope) for term in options.get("terms", ()))
     as_layout = not by_value and rng.random() < 0.5
     return Drawn(seed, inputs, relation, options, as_layout)

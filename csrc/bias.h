@@ -198,7 +198,7 @@ struct TermSums {
 // pair's bias, one work item takes them all, in order.
 template <class Body>
 AB_INLINE int32_t run_together(const ab_call &call, int64_t count, int64_t bytes, const Body &body) {
-  const int64_t Hk = call.H ? call.Hk : 0;
+  const int64_t Hk = call.Hk;
   const int64_t batches = call.pair.grad && !call.pair.grad_batch ? call.B : 1;
   const int64_t heads = call.pair.grad && !call.pair.grad_head ? Hk : 1;
   const int64_t units = (call.B ? call.B / batches : 0) * (Hk ? Hk / heads : 0);

@@ -187,7 +187,7 @@ static int32_t few_backward(const ab_call &call, char *scratch) {
   int32_t *turns = wants_terms(call) ? (int32_t *)(void *)scratch : nullptr;
   if (turns) memset(turns, 0, (size_t)(call.B * call.Hk) * sizeof(int32_t));
   char *end = nullptr;
-  if (call.H) FewGradients(call, end);
+  if (call.Hk) FewGradients(call, end);
   if (turns) cut<char>(end, share * (int64_t)sizeof(TermSums));
   for (int64_t s = 0; turns && s < share; s++) TermSums(call, call.Q, few_chunk_keys(call), end);
   const int64_t bytes = (int64_t)(uintptr_t)end;

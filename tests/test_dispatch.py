@@ -34,7 +34,7 @@ def test_kernels_run_by_default_rows_what_they_lack_and_the_reference_the_rest()
     assert chosen(q, k, v, ab.Causal()) == KERNEL
     assert chosen(q, k, v, ab.Causal().layout(5, 7)) == KERNEL
     assert chosen(q.double(), k.double(), v.double(), ab.Causal()) == "rows"
-    assert chosen(q, k, v, ab.Causal(), softcap=1.0, sink=torch.zeros(2), dropout_p=0.5) == "rows"
+    assert chosen(q, k, v, ab.Causal(), softcap=1.0, sink=torch.zeros(2), dropout_p=0.5) == KERNEL
     assert chosen(q, k, v, ab.Causal(), terms=[Distance()]) == "reference"
 
 

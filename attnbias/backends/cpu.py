@@ -144,7 +144,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     _expect_writes(out)
     lse = query.new_empty((B, H, Q), dtype=torch.float32)
     inputs = _dense(query), _dense(call.key), _dense(call.value)
-    extras = _Extras(call)
+    extras = _Extras(call) if _has_extras(call) else None
     head = _head(call, inputs, out, lse, extras=extras)
     layout, needs_scratch = _layout(call.layout)
     run = library()
@@ -174,7 +174,7 @@ def backward(
         _expect_writes(rows)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
-    extras = _Extras(call, needs[4:])
+    extras = _Extras(call, needs[4:]) if _has_extras(call) else None
     head = _head(
         call,
         inputs,
@@ -194,7 +194,8 @@ def backward(
     more = [call.query.new_empty(0) for _ in needs[3:]]
     if more and needs[3]:
         more[0] = _grad_sink(call, out, lse, grad_out, grad_lse)
-    more[1 : 1 + len(extras.grads)] = extras.finish()
+    if extras is not None:
+        more[1 : 1 + len(extras.grads)] = extras.finish()
     return [*grads, *more]
 
 
@@ -292,6 +293,10 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+def _has_extras(call: Call) -> bool:
+    return bool(call.spec) or call.sink is not None or call.dropout_p != 0
+
+
 class _Extras:
     """Terms, sink and dropout of a call, ready for the kernels, and the gradients of the terms.
 
@@ -306,9 +311,6 @@ class _Extras:
         self.d_edge_bias: Tensor | None = None
         self.edge_places: dict[str, tuple[Tensor, ...]] = {}
         self.grads: list[Tensor] = []
-        self.packed = _NO_EXTRAS
-        if not call.spec and call.sink is None and call.dropout_p == 0:
-            return
         parts = call.parts
         # The kernels read dense rows of all parts but pairs. `kept` has the copies alive.
         dense = {
