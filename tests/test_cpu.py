@@ -235,6 +235,15 @@ def test_zero_lengths():
         assert not dq.any() and not dk.any() and not dv.any()
 
 
+@pytest.mark.parametrize("Q", [5, 70])
+def test_keys_that_no_head_reads_have_gradients_of_0(Q):
+    q, k, v = torch.randn(1, 0, Q, 8), torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 4)
+    layout = ab.Layout.build(ab.Full(), Q, 70, form="tiles")
+    call = Call(q, k, v, layout, (), None, None, 1.0, 0.0, 0.0, "")
+    *_, dk, dv = compute(call, torch.randn(1, 0, Q, 4), None)
+    assert dk.shape == k.shape and not dk.any() and not dv.any()
+
+
 def test_a_damaged_layout_never_reaches_a_kernel():
     call = make_call(RELATIONS["causal"], (1, 1, 1, 200, 200, 8, 8))
     want = cpu.forward(call)[0]
@@ -271,7 +280,7 @@ def test_without_the_library_the_reason_is_told(tmp_path, monkeypatch, name, wor
 
 
 def test_struct_has_the_size_that_the_library_knows():
-    size = cpu._HEAD.size + cpu._SCRATCH.size + cpu._LAYOUT.size
+    size = cpu._HEAD.size + cpu._EXTRAS.size + cpu._SCRATCH.size + cpu._LAYOUT.size
     assert cpu.library().call_bytes() == size
 
 
