@@ -183,9 +183,16 @@ def compare(drawn: Drawn, backend: str | None = None) -> list[str]:
     scale = options.get("scale", query.shape[3] ** -0.5)
     bias, factors = _reach(options.get("terms", ()), drawn)
     sizes = testing.magnitudes(query, key, value, *wanted, scale, options.get("dropout_p", 0.0), bias)
-    # A leaf's entry adds up pairs as a sink does, of all heads where these share it.
+    # A leaf's entry adds up pairs as a sink does, of all heads where these share it. In half precision what a
+    # row subtracts, dO . out, has the rounding of out in it, which adds up where a leaf serves a whole row.
+    rounded = 0.0
+    if factors and query.dtype in (torch.float16, torch.bfloat16) and query.numel() and value.numel():
+        ratio = torch.finfo(query.dtype).eps / 2 / torch.finfo(torch.float32).eps
+        longest = value.detach().float().norm(dim=-1).max().item()
+        rounded = ratio * wanted[0].abs().max().item() * longest * math.sqrt(batch * q_len)
+        rounded /= 1 - options.get("dropout_p", 0.0) or 1
     for i, times in enumerate(factors):
-        sizes[f"term {i}"] = sizes["sink"] * times * math.sqrt(heads)
+        sizes[f"term {i}"] = (sizes["sink"] + rounded) * times * math.sqrt(heads)
     names = [*RESULTS[: 6 if "sink" in options else 5], *(f"term {i}" for i in range(len(factors)))]
     faults = []
     for name, mine, same, exact in zip(names, got, eager, oracle, strict=True):
