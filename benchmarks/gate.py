@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import report
+from . import report, terms
 from .attention import MATMUL, race, steps
 from .cases import CASES, Case, causal, window
 from .timing import Spread, interleave, one_thread, sample
@@ -169,6 +169,16 @@ def run(rounds: int, wanted: str) -> int:
             if not row.floor:
                 bounds = ["", "", report.ratio(ratio), "reported"]
             lines.append([row.case, what, row.peer, *bounds])
+        if not wanted or wanted in "terms":
+            report.progress("score terms")
+            for name, cost in terms.costs(causal(2048), rounds).items():
+                failed += cost.median > terms.LIMITS[name]
+                lines.append(_limit(f"causal@2048, {name} over plain", terms.LIMITS[name], cost))
+            ratio = terms.learnable(causal(2048), rounds)
+            failed += ratio.median < terms.LEARNABLE_FLOOR
+            verdict = "ok" if ratio.median >= terms.LEARNABLE_FLOOR else "below floor"
+            bounds = [f"{terms.LEARNABLE_FLOOR:g}", "", report.ratio(ratio), verdict]
+            lines.append(["learnable T5 table, causal@2048", "forward + backward", "SDPA, bias", *bounds])
         if not wanted:
             report.progress("growth of a window, and turns with torch.mm")
             token = growth(rounds)
