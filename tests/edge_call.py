@@ -65,8 +65,6 @@ if missing():
 library = ctypes.CDLL(str(library_path()))
 library.ab_scratch_bytes.restype = library.ab_set_edge_budget.restype = _int64
 library.ab_set_edge_budget.argtypes = (_int64,)
-library.ab_expect_writes.argtypes = (_pointer, _int64, _int32)
-library.ab_expect_writes.restype = None
 library.ab_levels.restype = ctypes.c_char_p
 library.ab_force_level.argtypes = (ctypes.c_char_p,)
 LEVELS = library.ab_levels().decode().split()
@@ -94,7 +92,6 @@ def _tensor(x: Tensor | None) -> _Tensor:
 
 
 def _empty(x: Tensor, options: Options) -> Tensor:
-    library.ab_expect_writes(x.data_ptr(), x.numel() * x.element_size(), options.threads)
     return x.fill_(torch.nan) if options.poison else x
 
 
