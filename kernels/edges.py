@@ -270,7 +270,7 @@ def registers(shape: Shape, dtype: torch.dtype) -> int:
     quarter more than that for what comes before and after the loop.
     """
     is_wide = shape.HEADS * max(shape.D_PAD, shape.E_PAD) * dtype.itemsize > 512
-    return 112 if is_wide else 72  # 32 bytes a lane, or 16
+    return 112 if is_wide else 80  # 32 bytes a lane, or 16
 
 
 def strides(x: Tensor | None, align: int, constant: bool) -> tuple[Any, ...]:
