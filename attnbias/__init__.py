@@ -4,6 +4,7 @@ from . import testing
 from .dispatch import use_backend
 from .explain import explain, verify
 from .layouts import Layout, layout_cache
+from .merge import merge
 from .ops import attention
 from .relations import (
     Bipartite,
@@ -28,10 +29,13 @@ from .relations import (
     Where,
     Window,
 )
+from .terms import ALiBi, GridBias, KeyBias, PairBias, RelativeBias, linear_buckets, t5_buckets
+from .weights import attention_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALiBi",
     "Bipartite",
     "Causal",
     "Chunks",
@@ -43,20 +47,28 @@ __all__ = [
     "Full",
     "Global",
     "Graph",
+    "GridBias",
+    "KeyBias",
     "Layout",
     "Neighborhood",
     "Neighbors",
     "Padding",
+    "PairBias",
     "PerBatch",
     "PerHead",
     "Prefix",
     "RandomBlocks",
     "Relation",
+    "RelativeBias",
     "Where",
     "Window",
     "attention",
+    "attention_weights",
     "explain",
     "layout_cache",
+    "linear_buckets",
+    "merge",
+    "t5_buckets",
     "testing",
     "use_backend",
     "verify",

@@ -14,6 +14,7 @@ from .backends.strides import empty_like_query
 from .layouts.layout import Layout
 from .problem import Call, Problem
 from .relations import from_key
+from .terms import MadePart, make_parts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -196,38 +197,39 @@ def _is_traced(query: Tensor) -> bool:
 
 def _call_traced(problem: Problem, name: str | None) -> tuple[Tensor, Tensor]:
     """Call the op in a way that holds for every length: nothing about the layout is read."""
-    layout, spec = problem.layout, ""
+    layout, wanted = problem.layout, ""
     if layout is None:
         assert problem.relation is not None
-        spec = f"\nauto\n{problem.relation.key}"
+        wanted = f"\nauto\n{problem.relation.key}"
         layout = Layout(
             torch.empty(0, dtype=torch.int32, device=problem.query.device),
             torch.empty(0, dtype=torch.int64),
         )
-    return _call(_forward_op, problem, layout, spec, "?" if name is None else f"?{name}")
+    return _call(_forward_op, problem, layout, wanted, "?" if name is None else f"?{name}")
 
 
 def _call(
     op: Callable[..., tuple[Tensor, Tensor]],
     problem: Problem,
     layout: Layout,
-    spec: str,
+    wanted: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    names, parts = make_parts(problem.terms, problem.sizes) if problem.terms else ("", [])
     return op(
         problem.query,
         problem.key,
         problem.value,
         layout.buffer,
         layout.where,
-        [],
+        parts,
         problem.sink,
         problem.seed,
         problem.q_start,
         problem.scale,
         problem.softcap,
         problem.dropout_p,
-        spec,
+        names + wanted,
         backend,
     )
 
@@ -285,6 +287,7 @@ def _prepare(
             dropout_p=dropout_p,
             q_start=q_start,
         )
+        problem.terms = tuple(map(MadePart, words.split()))
         backend = dispatch.choose(problem, backend[1:] or None, dispatch.IN_OP)
     call = Call(query, key, value, layout, tuple(terms), sink, seed, scale, softcap, dropout_p, words)
     return call, dispatch.IN_OP[backend]

@@ -12,6 +12,7 @@ from torch import Tensor
 from .layouts.layout import Layout
 from .relations import Full
 from .relations.relation import Relation
+from .terms import KernelTerm, Sizes
 
 if TYPE_CHECKING:
     from .terms import Term
@@ -124,6 +125,11 @@ class Problem:
         if score is not None:
             raise TypeError(f"score: wanted None (the dot product), got {_kind(score)}")
         self.q_start = _resolve(q_start, query, key)
+        if terms and not torch.compiler.is_compiling():
+            sizes = self.sizes
+            for term in self.terms:
+                if isinstance(term, KernelTerm):
+                    term.check(sizes)
         self.return_lse = return_lse
         self.seed = None
         self.relation = self.layout = None
@@ -140,6 +146,13 @@ class Problem:
         else:
             raise TypeError(_not_a_relation(relation))
 
+    @property
+    def sizes(self) -> Sizes:
+        """What terms are made for."""
+        batch, heads, q_len, _ = self.query.shape
+        dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        return Sizes(batch, heads, q_len, self.key.shape[2], self.q_start, self.query.device, dtype)
+
     def draw_seed(self) -> None:
         """Draw the dropout seed from torch's generator; nothing is drawn without dropout."""
         if self.dropout_p > 0:
@@ -149,7 +162,8 @@ class Problem:
 class Call:
     """What a backend behind the op computes: tensors, numbers and a layout, no relation.
 
-    ``spec`` says in words what the tensors in ``terms`` mean; empty without terms.
+    ``spec`` names the parts that the first tensors in ``terms`` are (see ``attnbias.terms``); behind them
+    stand the codes of a grid.
     """
 
     __slots__ = (
@@ -191,6 +205,16 @@ class Call:
         self.softcap = softcap
         self.dropout_p = dropout_p
         self.spec = spec
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The score terms by part."""
+        return dict(zip(self.spec.split(), self.terms, strict=False))
+
+    @property
+    def codes(self) -> tuple[Tensor, ...]:
+        """Codes of queries [Q] and keys [K] on a grid, int32; empty without one."""
+        return self.terms[len(self.spec.split()) :]
 
 
 def fit_layout(layout: Layout, query: Tensor, key: Tensor, q_start: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from . import testing
 from .ops import attention
 from .relations import Relation
+from .terms import ALiBi, GridBias, KernelTerm, KeyBias, PairBias, RelativeBias, linear_buckets, t5_buckets
 
 RESULTS = ("out", "lse", "query", "key", "value", "sink")
 
@@ -37,6 +40,57 @@ class _Slope:
 
     def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return -0.1 * (h + b + 1) * (q - k).abs()
+
+
+def _draw_terms(rng: random.Random, batch: int, heads: int, first: int, q_len: int, k_len: int) -> list[Any]:
+    """One to three of the library's terms, each around a leaf of its own."""
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+
+    def leaf(*shape: int, size: float = 1.0) -> Tensor:
+        x = size * torch.randn(shape, generator=generator)
+        if rng.random() < 0.2:  # -inf removes a pair; the same ones in every precision
+            x[torch.rand(shape, generator=generator) < 0.1] = -math.inf
+        return x.requires_grad_()
+
+    def one_or(n: int) -> int:
+        return rng.choice([1, n])
+
+    columns = rng.randint(1, 20)
+    rows = max(1, -(-max(first + q_len, k_len) // columns))
+    count = rng.choice([8, 16, 32])
+    slopes = (heads,) if rng.random() < 0.5 else (batch, heads)
+    makers: list[Callable[[], KernelTerm]] = [
+        lambda: ALiBi((0.2 * torch.rand(slopes, generator=generator)).requires_grad_()),
+        lambda: RelativeBias(leaf(heads, count), t5_buckets(rng.random() < 0.5, 64)),
+        lambda: RelativeBias(leaf(heads, 9), linear_buckets(4)),
+        lambda: GridBias(leaf(heads, (2 * rows - 1) * (2 * columns - 1)), (rows, columns)),
+        lambda: KeyBias(
+            leaf(one_or(batch), k_len) if rng.random() < 0.5 else leaf(batch, one_or(heads), k_len)
+        ),
+        lambda: PairBias(leaf(one_or(batch), one_or(heads), one_or(q_len), one_or(k_len)), first),
+    ]
+    return [make() for make in rng.sample(makers, rng.choice([1, 1, 2, 3]))]
+
+
+def _leaf(term: KernelTerm) -> Tensor:
+    """The tensor that a term is made of."""
+    leaf = getattr(term, fields(term)[0].name)  # type: ignore[arg-type]
+    assert isinstance(leaf, Tensor)
+    return leaf
+
+
+def _reach(terms: Sequence[Any], drawn: Drawn) -> tuple[float, list[float]]:
+    """The largest sum of all terms, and what a pair's gradient is multiplied by on its way to each leaf."""
+    query, key, _ = drawn.inputs
+    farthest = query.shape[2] + key.shape[2] + 9.0
+    total, factors = 0.0, []
+    for term in terms:
+        if isinstance(term, KernelTerm):
+            leaf = _leaf(term).detach()
+            sizes = leaf[leaf.isfinite()].abs()
+            factors.append(farthest if isinstance(term, ALiBi) else 1.0)
+            total += factors[-1] * float(sizes.max()) if sizes.numel() else 0.0
+    return total, factors
 
 
 def draw(seed: int, *, plain: bool = False) -> Drawn:
@@ -77,9 +131,13 @@ def draw(seed: int, *, plain: bool = False) -> Drawn:
             options["sink"] = torch.randn(heads, dtype=inputs[0].dtype, requires_grad=True)
         if rng.random() < 0.2:
             options["dropout_p"] = rng.choice([0.3, 1.0])
-        if rng.random() < 0.1:
+        chance = rng.random()
+        if chance < 0.05:
             options["terms"] = [_Slope()]
-    as_layout = "terms" not in options and rng.random() < 0.5
+        elif chance < 0.4:
+            options["terms"] = _draw_terms(rng, batch, heads, first, q_len, k_len)
+    by_value = any(isinstance(term, _Slope) for term in options.get("terms", ()))
+    as_layout = not by_value and rng.random() < 0.5
     return Drawn(seed, inputs, relation, options, as_layout)
 
 
@@ -121,9 +179,14 @@ def compare(drawn: Drawn, backend: str | None = None) -> list[str]:
     eager = _results(textbook, drawn.inputs, options, wanted, query.dtype)
     oracle = _results(textbook, drawn.inputs, options, wanted, torch.float64)
     scale = options.get("scale", query.shape[3] ** -0.5)
-    sizes = testing.magnitudes(query, key, value, *wanted, scale, options.get("dropout_p", 0.0))
+    bias, factors = _reach(options.get("terms", ()), drawn)
+    sizes = testing.magnitudes(query, key, value, *wanted, scale, options.get("dropout_p", 0.0), bias)
+    # A leaf's entry adds up pairs as a sink does, of all heads where these share it.
+    for i, times in enumerate(factors):
+        sizes[f"term {i}"] = sizes["sink"] * times * math.sqrt(heads)
+    names = [*RESULTS[: 6 if "sink" in options else 5], *(f"term {i}" for i in range(len(factors)))]
     faults = []
-    for name, mine, same, exact in zip(RESULTS, got, eager, oracle, strict=False):
+    for name, mine, same, exact in zip(names, got, eager, oracle, strict=True):
         try:
             factor = 2.0 if name in ("out", "lse") else 3.0
             testing.assert_no_worse(name, mine, same, exact, factor, magnitude=sizes[name])
@@ -157,6 +220,14 @@ def _results(
     if "sink" in extra:
         extra["sink"] = extra["sink"].detach().to(dtype).requires_grad_()
         leaves.append(extra["sink"])
+    terms = []
+    for term in options.get("terms", ()):
+        if isinstance(term, KernelTerm):
+            leaves.append(_leaf(term).detach().to(dtype).requires_grad_())
+            terms.append(replace(term, **{fields(term)[0].name: leaves[-1]}))  # type: ignore[type-var,arg-type]
+        else:
+            terms.append(term)
+    extra["terms"] = terms
     if dtype == inputs[0].dtype:  # keep strides and the NaNs around
         leaves[:3] = [x.detach().requires_grad_() for x in inputs]
     out, lse = call(*leaves[:3], extra)

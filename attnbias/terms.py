@@ -1,10 +1,43 @@
-"""Score terms: what is added to the score of a related pair."""
+"""Score terms: what is added to the score of a related pair.
+
+The reference adds ``value(b, h, q, k)``, pair by pair. Kernels know a few *parts*, small tensors from which
+the sum of all terms follows: terms of the same part are added before the kernel sees them, and autograd takes
+the part's gradient back to slopes and tables. So a new term of a known part needs no kernel.
+
+=========== ======================== ==========================================================
+part        shape                    added to the score of row i and key j
+=========== ======================== ==========================================================
+relative    [B, H, Q + K - 1]        ``relative[j - i + Q - 1]``: a function of the distance
+key         [B, H, K]                ``key[j]``
+pair        [B or 1, H or 1, Q, K]   ``pair[i, j]``; its gradient is summed over what has size 1
+grid        [B, H, n]                ``grid[query_code[i] - key_code[j]]``
+=========== ======================== ==========================================================
+"""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
+
+PARTS = ("relative", "key", "pair", "grid")
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call that terms are made for."""
+
+    batch: int
+    heads: int
+    q_len: int
+    k_len: int
+    q_start: int
+    device: torch.device
+    dtype: torch.dtype  # of scores: float32, or float64 for float64
 
 
 @runtime_checkable
@@ -39,3 +72,374 @@ class Term(Protocol):
             Floating point, of a shape that broadcasts to that of ``b, h, q, k`` together.
         """
         ...
+
+
+class KernelTerm:
+    """A term that kernels know as a part; tensors [H] or [B, H] broadcast over the batch."""
+
+    part: str  # one of PARTS
+
+    def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """See :class:`Term`."""
+        raise NotImplementedError
+
+    def check(self, sizes: Sizes) -> None:
+        """Raise, naming what does not fit, unless the term is for these sizes."""
+        raise NotImplementedError
+
+    def make_part(self, sizes: Sizes) -> Tensor:
+        """The term as its part, of the shape above; a batch or head size of 1 is for all."""
+        raise NotImplementedError
+
+    def _check(
+        self,
+        name: str,
+        x: Tensor,
+        sizes: Sizes,
+        wanted: str,
+        shape: Sequence[int | None],
+        *,
+        broadcast: bool = False,
+    ) -> None:
+        """Raise unless a tensor is floating, on the call's device and of the shape (None = any)."""
+        what = f"{type(self).__name__}.{name}"
+        if not isinstance(x, Tensor):
+            raise TypeError(f"terms: {what}: wanted a tensor {wanted}, got {type(x).__name__} {x!r}")
+        if not x.is_floating_point():
+            raise TypeError(f"terms: {what}: wanted a floating-point tensor, got {x.dtype}")
+        if x.device != sizes.device:
+            raise ValueError(f"terms: {what}: wanted the query's device, {sizes.device}, got {x.device}")
+        fits = x.dim() == len(shape) and all(
+            n is None or m == n or (broadcast and m == 1) for m, n in zip(x.shape, shape, strict=True)
+        )
+        if not fits:
+            raise ValueError(f"terms: {what}: wanted {wanted}, got {list(x.shape)}")
+
+
+@dataclass(frozen=True, eq=False)
+class MadePart(KernelTerm):
+    """Stands for terms whose part was made while a call was traced; a backend is chosen by it."""
+
+    part: str
+
+
+def _by_head(x: Tensor, b: Tensor, h: Tensor) -> Tensor:
+    """Entries of [H, ...] or [B, H, ...] at batch and head."""
+    return x[h] if x.dim() == 1 else x[b, h]
+
+
+@dataclass(frozen=True, eq=False)
+class ALiBi(KernelTerm):
+    """Subtract a slope times the distance: ``-slope * |q - k|``.
+
+    Args:
+        slopes: [H] or [B, H]; learnable.
+
+    Example:
+        >>> import torch
+        >>> import attnbias as ab
+        >>> ab.ALiBi(torch.tensor([0.5])).value(*torch.tensor([0, 0, 7, 3]))
+        tensor(-2.)
+    """
+
+    slopes: Tensor
+    part = "relative"
+
+    def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """See :class:`Term`."""
+        return -_by_head(self.slopes, b, h) * (q - k).abs()
+
+    def check(self, sizes: Sizes) -> None:
+        """See :class:`KernelTerm`."""
+        batched = isinstance(self.slopes, Tensor) and self.slopes.dim() == 2
+        shape = (sizes.batch, sizes.heads) if batched else (sizes.heads,)
+        self._check("slopes", self.slopes, sizes, f"[H] = [{sizes.heads}] or [B, H]", shape)
+
+    def make_part(self, sizes: Sizes) -> Tensor:
+        """See :class:`KernelTerm`."""
+        slopes = self.slopes.view(-1, sizes.heads, 1).to(sizes.dtype)
+        return -slopes * _distances(sizes).abs()
+
+
+@dataclass(frozen=True)
+class linear_buckets:
+    """A bucket for each distance up to ``most`` either way, further ones in the last: 2 most + 1.
+
+    Example:
+        >>> import torch
+        >>> linear_buckets(2)(torch.arange(-3, 4), 5)
+        tensor([0, 0, 1, 2, 3, 4, 4])
+    """
+
+    most: int
+
+    def __call__(self, distance: Tensor, count: int) -> Tensor:
+        """The bucket of each distance."""
+        return distance.clamp(-self.most, self.most) + self.most
+
+
+@dataclass(frozen=True)
+class t5_buckets:
+    """T5's buckets: small distances one by one, larger ones on a logarithmic scale.
+
+    Args:
+        bidirectional: half of the buckets for keys behind the query, half for keys before it; else all keys
+            from the query on share the first.
+        max_distance: from here on all distances are in the last bucket.
+
+    Example:
+        >>> import torch
+        >>> t5_buckets(bidirectional=False, max_distance=16)(-torch.tensor([0, 1, 3, 4, 8, 99]), 8)
+        tensor([0, 1, 3, 4, 6, 7])
+    """
+
+    bidirectional: bool = True
+    max_distance: int = 128
+
+    def __call__(self, distance: Tensor, count: int) -> Tensor:
+        """The bucket of each distance, of ``count``."""
+        first = torch.zeros_like(distance)
+        if self.bidirectional:
+            count //= 2
+            first = (distance > 0).long() * count
+            behind = distance.abs()
+        else:
+            behind = (-distance).clamp(min=0)
+        exact = count // 2
+        # In float32 and in this order, as the models were trained.
+        share = torch.log(behind.float() / exact) / math.log(self.max_distance / exact)
+        far = exact + (share * (count - exact)).nan_to_num(neginf=0).long()
+        return first + torch.where(behind < exact, behind, far.clamp(max=count - 1))
+
+
+Buckets = Callable[[Tensor, int], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias(KernelTerm):
+    """A learned number for each head and bucket of distances: ``table[h, bucket(k - q)]``.
+
+    Args:
+        table: [H, n].
+        buckets: from distances (int64) and n to buckets from 0 to n - 1: ``linear_buckets(most)``,
+            ``t5_buckets(bidirectional, max_distance)``, or any function.
+    """
+
+    table: Tensor
+    buckets: Buckets
+    part = "relative"
+
+    def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """See :class:`Term`."""
+        return self.table[h, self.buckets(k - q, self.table.shape[1])]
+
+    def check(self, sizes: Sizes) -> None:
+        """See :class:`KernelTerm`."""
+        wanted = f"[H, n] = [{sizes.heads}, n]"
+        self._check("table", self.table, sizes, wanted, (sizes.heads, None))
+        self._index(sizes)
+
+    def make_part(self, sizes: Sizes) -> Tensor:
+        """See :class:`KernelTerm`."""
+        return self.table.to(sizes.dtype)[:, self._index(sizes)][None]
+
+    def _index(self, sizes: Sizes) -> Tensor:
+        """The bucket of each distance."""
+        count = self.table.shape[1]
+        if torch.compiler.is_compiling():  # lengths may be symbols
+            return self.buckets(_distances(sizes), count)
+        lengths = (sizes.q_len, sizes.k_len, sizes.q_start)
+        return _bucket_of_distance(self.buckets, count, *lengths).to(sizes.device, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class GridBias(KernelTerm):
+    """A learned number for each head and offset on a 2-D grid, as in Swin.
+
+    Args:
+        table: [H, (2 rows - 1) * (2 columns - 1)]; a query dy rows below and dx columns right of its key
+            gets the entry ``(dy + rows - 1) * (2 columns - 1) + dx + columns - 1``.
+        shape: (rows, columns); token p stands at ``(p // columns, p % columns)``.
+    """
+
+    table: Tensor
+    shape: tuple[int, int]
+    part = "grid"
+
+    def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """See :class:`Term`."""
+        return self.table[h, self._code(q) - self._code(k) + self._middle]
+
+    def check(self, sizes: Sizes) -> None:
+        """See :class:`KernelTerm`."""
+        rows, columns = self.shape
+        count = (2 * rows - 1) * (2 * columns - 1)
+        wanted = f"[H, (2 * {rows} - 1) * (2 * {columns} - 1)] = [{sizes.heads}, {count}]"
+        self._check("table", self.table, sizes, wanted, (sizes.heads, count))
+        for name, first, stop in (
+            ("queries", sizes.q_start, sizes.q_start + sizes.q_len),
+            ("keys", 0, sizes.k_len),
+        ):
+            if not 0 <= first <= stop <= rows * columns:
+                raise ValueError(
+                    f"terms: GridBias.shape: {rows} x {columns} has {rows * columns} places, "
+                    f"{name} stand from {first} to {stop - 1}"
+                )
+
+    def make_part(self, sizes: Sizes) -> Tensor:
+        """See :class:`KernelTerm`."""
+        return self.table.to(sizes.dtype)[None]
+
+    def codes(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """Numbers of queries [Q] and keys [K], int32, whose difference is the place in the table."""
+        queries = torch.arange(sizes.q_start, sizes.q_start + sizes.q_len, device=sizes.device)
+        keys = torch.arange(sizes.k_len, device=sizes.device)
+        return (self._code(queries) + self._middle).int(), self._code(keys).int()
+
+    def _code(self, position: Tensor) -> Tensor:
+        columns = self.shape[1]
+        return position // columns * (2 * columns - 1) + position % columns
+
+    @property
+    def _middle(self) -> int:
+        rows, columns = self.shape
+        return (rows - 1) * (2 * columns - 1) + columns - 1
+
+
+@dataclass(frozen=True, eq=False)
+class KeyBias(KernelTerm):
+    """A number for each key: a log-weight, renormalised by the softmax.
+
+    Args:
+        bias: [B, K] or [B, H, K]; sizes of 1 are for all.
+    """
+
+    bias: Tensor
+    part = "key"
+
+    def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """See :class:`Term`."""
+        return _entries(self._whole, b, h, k)
+
+    def check(self, sizes: Sizes) -> None:
+        """See :class:`KernelTerm`."""
+        B, H, K = sizes.batch, sizes.heads, sizes.k_len
+        wanted = f"[B, K] or [B, H, K] = [{B}, {H}, {K}] (or sizes of 1)"
+        is_bare = isinstance(self.bias, Tensor) and self.bias.dim() == 2
+        self._check("bias", self.bias, sizes, wanted, (B, K) if is_bare else (B, H, K), broadcast=True)
+
+    def make_part(self, sizes: Sizes) -> Tensor:
+        """See :class:`KernelTerm`."""
+        return self._whole.to(sizes.dtype).expand(-1, -1, sizes.k_len)
+
+    @property
+    def _whole(self) -> Tensor:
+        return self.bias[:, None] if self.bias.dim() == 2 else self.bias
+
+
+@dataclass(frozen=True, eq=False)
+class PairBias(KernelTerm):
+    """A number for each pair, read where it lies: AlphaFold's pair bias, Graphormer's encodings.
+
+    Args:
+        bias: [B, H, rows, K], or fewer leading dimensions; sizes of 1 are for all.
+        q_start: position of the first row. A step of decoding may be given all rows, or its own with
+            their position.
+    """
+
+    bias: Tensor
+    q_start: int = 0
+    part = "pair"
+
+    def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """See :class:`Term`."""
+        return _entries(self._whole, b, h, q - self.q_start, k)
+
+    def check(self, sizes: Sizes) -> None:
+        """See :class:`KernelTerm`."""
+        B, H, Q, K = sizes.batch, sizes.heads, sizes.q_len, sizes.k_len
+        wanted = f"[B, H, rows, K] = [{B}, {H}, rows, {K}] (or sizes of 1)"
+        dims = self.bias.dim() if isinstance(self.bias, Tensor) and self.bias.dim() in (2, 3) else 4
+        self._check("bias", self.bias, sizes, wanted, (B, H, None, K)[-dims:], broadcast=True)
+        rows, first = self.bias.shape[-2], sizes.q_start - self.q_start
+        if rows != 1 and not 0 <= first <= first + Q <= rows:
+            raise ValueError(
+                f"terms: PairBias.bias: has rows for positions {self.q_start} to {self.q_start + rows - 1}, "
+                f"queries stand from {sizes.q_start} to {sizes.q_start + Q - 1}"
+            )
+
+    def make_part(self, sizes: Sizes) -> Tensor:
+        """See :class:`KernelTerm`."""
+        bias, first = self._whole, sizes.q_start - self.q_start
+        if bias.shape[2] != 1:
+            bias = bias[:, :, first : first + sizes.q_len]
+        return bias.to(sizes.dtype).expand(-1, -1, sizes.q_len, sizes.k_len)
+
+    @property
+    def _whole(self) -> Tensor:
+        return self.bias[(None,) * (4 - self.bias.dim())]
+
+
+def _entries(x: Tensor, *index: Tensor) -> Tensor:
+    """The entries of x at indices that broadcast together; a dimension of size 1 is for all."""
+    return x[tuple(i if n > 1 else torch.zeros_like(i) for i, n in zip(index, x.shape, strict=True))]
+
+
+def _distances(sizes: Sizes) -> Tensor:
+    """Key position minus query position, by place in the part ``relative``."""
+    first = 1 - sizes.q_start - sizes.q_len
+    count = max(sizes.q_len + sizes.k_len - 1, 0)
+    return torch.arange(count, device=sizes.device) + first
+
+
+@lru_cache(maxsize=64)
+def _bucket_of_distance(buckets: Buckets, count: int, q_len: int, k_len: int, q_start: int) -> Tensor:
+    """The bucket of each distance; on the host, so that a wrong function is found without waiting for a GPU.
+
+    Raises:
+        ValueError: if a bucket is not in the table.
+    """
+    distances = _distances(Sizes(1, 1, q_len, k_len, q_start, torch.device("cpu"), torch.float32))
+    index = buckets(distances, count)
+    if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < count):
+        worst = int(index.min()) if int(index.min()) < 0 else int(index.max())
+        at = int(distances[index == worst][0])
+        raise ValueError(
+            f"terms: RelativeBias.buckets: wanted buckets from 0 to {count - 1}, got {worst} at distance {at}"
+        )
+    return index
+
+
+def why_not_parts(terms: Sequence[Term]) -> list[str]:
+    """Say, a sentence each, which terms have no form that kernels know."""
+    reasons = [
+        f"terms[{i}]: {type(term).__name__} is known by its values alone, which only the reference reads"
+        for i, term in enumerate(terms)
+        if not isinstance(term, KernelTerm)
+    ]
+    shapes = {term.shape for term in terms if isinstance(term, GridBias)}
+    if len(shapes) > 1:
+        reasons.append(f"terms: grids of one shape, got GridBias of shapes {sorted(shapes)}")
+    return reasons
+
+
+def make_parts(terms: Sequence[Term], sizes: Sizes) -> tuple[str, list[Tensor]]:
+    """Add up the terms by part.
+
+    Returns:
+        The names of the parts, separated by blanks, and their tensors, of the shapes above; behind a
+        grid stand the codes of queries and keys.
+    """
+    parts: dict[str, Tensor] = {}
+    codes: list[Tensor] = []
+    for term in terms:
+        assert isinstance(term, KernelTerm)
+        made = term.make_part(sizes)
+        parts[term.part] = parts[term.part] + made if term.part in parts else made
+        if isinstance(term, GridBias):
+            codes = list(term.codes(sizes))
+    names = [name for name in PARTS if name in parts]
+    for name in names:
+        if name != "pair":  # small: summing over the batch and the heads can be left to autograd
+            parts[name] = parts[name].expand(sizes.batch, sizes.heads, -1)
+    return " ".join(names), [*(parts[name] for name in names), *codes]

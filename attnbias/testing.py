@@ -94,6 +94,7 @@ def magnitudes(
     grad_lse: Tensor,
     scale: float,
     dropout_p: float = 0.0,
+    bias: float = 0.0,
 ) -> dict[str, float]:
     """Size of the numbers that are rounded on the way to each result, for ``assert_no_worse``.
 
@@ -109,6 +110,7 @@ def magnitudes(
         grad_lse: [B, H, Q].
         scale: factor of the dot products.
         dropout_p: share of the pairs dropped; the others grow by 1 / (1 - dropout_p).
+        bias: the largest sum of score terms.
     """
 
     def longest(x: Tensor) -> float:
@@ -118,7 +120,7 @@ def magnitudes(
         return float(x.detach().double().abs().max()) if x.numel() else 0.0
 
     kept = 1 - dropout_p if dropout_p < 1 else 1.0
-    score = 1 + abs(scale) * longest(query) * longest(key)
+    score = 1 + abs(scale) * longest(query) * longest(key) + bias
     step = score * (longest(grad_out) * longest(value) / kept + longest(grad_lse[..., None]))
     batch, heads, q_len = query.shape[:3]
     by_key = math.sqrt(q_len * max(heads // max(key.shape[1], 1), 1))

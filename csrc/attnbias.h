@@ -1,9 +1,10 @@
 // The C interface of the CPU kernels: one plain struct in, an error code out. No torch, no exceptions.
 //
 // Sizes are those of attention(query [B, H, Q, D], key [B, Hk, K, D], value [B, Hk, K, E]); query head h
-// reads key head h / (H / Hk). The score of a related pair is softcap(scale * q.k) + edge bias, where
-// softcap(s) = c * tanh(s / c), or s when c is 0. A query without keys has out 0, lse -inf and gradients
-// of exactly 0.
+// reads key head h / (H / Hk). The score of a related pair is softcap(scale * q.k) + the parts of the score
+// terms (+ edge bias, for a pair that is kept as an edge), where softcap(s) = c * tanh(s / c), or s when c
+// is 0; a part of -inf removes the pair. A query without keys has out 0, lse -inf (with a sink: the sink)
+// and gradients of exactly 0.
 #ifndef ATTNBIAS_H
 #define ATTNBIAS_H
 
@@ -20,7 +21,7 @@ extern "C" {
 #endif
 
 // Grows with every change of a struct or of a function below; who loads the library compares it.
-#define AB_ABI_VERSION 1
+#define AB_ABI_VERSION 2
 
 enum ab_dtype { AB_FLOAT32 = 0, AB_BFLOAT16 = 1, AB_FLOAT16 = 2 };
 
@@ -54,6 +55,15 @@ typedef struct ab_layout {
   const int32_t *col_ptr, *col_query, *col_edge;  // [G * K + 1], [edges], [edges]
 } ab_layout;
 
+// A part of the score terms, [batch, head, ...] in memory: strides in elements, 0 = the same for all.
+typedef struct ab_part {
+  const float *data;              // NULL = absent
+  float *grad;                    // backward adds to it; NULL = not wanted
+  int64_t batch, head;            // of data
+  int64_t row, column;            // of data, for a pair; the others are dense
+  int64_t grad_batch, grad_head;  // of grad, whose rows and columns are dense; 0 = summed over all
+} ab_part;
+
 typedef struct ab_call {
   int64_t B, H, Hk, Q, K, D, E;
   ab_tensor q, k, v;       // of one dtype
@@ -67,6 +77,19 @@ typedef struct ab_call {
   int64_t bias_edge, bias_head;  // strides in elements; bias_head 0 = one value for all heads
   float scale, softcap;          // softcap 0 = off
   int32_t threads;               // at most; results do not depend on it
+  int32_t bias_by_place;         // the edge bias is [place in edge_key, head], not [edge_id, head]
+  int64_t bias_batch;            // stride; 0 = one value for all batches
+  // Added to the score of row i and key j, on tiles (edges have theirs in edge_bias):
+  ab_part relative;                      // [j - i + Q - 1]
+  ab_part key;                           // [j]
+  ab_part pair;                          // [i, j]
+  ab_part grid;                          // [query_code[i] - key_code[j]]
+  const int32_t *query_code, *key_code;  // [Q], [K]
+  int64_t grid_size;                     // numbers of a grid
+  const float *sink;                     // [H]: a logit without a value; NULL = none
+  uint64_t seed, drop_below;             // dropout: 32 bits of Philox below it drop a pair; 0 = none
+  int64_t q_start;                       // position of the first query: dropout counts positions
+  float kept_share;                      // what the kept pairs are multiplied by, 1 / (1 - p)
   int32_t unused;
   void *scratch;  // any contents, 64-byte aligned
   int64_t scratch_bytes;

@@ -139,8 +139,25 @@ AB_INLINE void with_vectors(int64_t size, const Body &body) {
 template <class T>
 AB_INLINE void add_head_bias(const Single<T> &a, float *s, int64_t first, int64_t n) {
   for (int64_t j = 0; a.bias && j < n; j++) {
-    const float *bias = a.bias + a.edge_id[first + j] * a.call.bias_edge;
+    const float *bias = a.bias + a.bias_place(first + j);
     for (int h = 0; h < EIGHT; h++) s[j * EIGHT + h] += bias[h * a.call.bias_head];
+  }
+}
+
+// Multiply numbers [n, EIGHT] of row i by what dropout makes of their weights.
+template <class T>
+static void drop_heads(const Single<T> &a, int64_t i, const int32_t *key, int64_t n, float *numbers) {
+  if (!a.call.drop_below) return;
+  const Dropout dropout(a.call);
+  for (int64_t at = 0; at < n * EIGHT; at += VL) {
+    U keys, heads;
+    for (int64_t l = 0; l < VL; l++) {
+      keys[l] = (uint32_t)key[min64((at + l) / EIGHT, n - 1)];
+      heads[l] = (uint32_t)(a.head + (at + l) % EIGHT);
+    }
+    const U position = splat((uint32_t)i + dropout.q_start);
+    const F share = dropout.share(keys, position, heads, splat((uint32_t)a.batch));
+    store(numbers + at, load(numbers + at) * share);
   }
 }
 
@@ -197,9 +214,8 @@ static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const in
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
       for (int h = 0; h < EIGHT; h++) {
-        const bool some = a.lse_before && a.lse_before[h * Q + i] != -INFINITY;
-        m[i - row][h] = some ? a.lse_before[h * Q + i] : -INFINITY;
-        l[i - row][h] = some ? 1.0f : 0.0f;
+        m[i - row][h] = a.lse_before ? a.lse_before[h * Q + i] : a.sink ? a.sink[h] : -INFINITY;
+        l[i - row][h] = m[i - row][h] != -INFINITY ? 1.0f : 0.0f;
       }
       head_dots<N>(a.q[i], call.q.head, a.k, call.k.head, a.edge_key + ptr[i], n, s + at);
       at += round_up(n * EIGHT, STRIDE);
@@ -210,6 +226,7 @@ static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const in
       const int64_t n = ptr[i + 1] - ptr[i];
       add_head_bias(a, s + at, ptr[i], n);
       head_weights(s + at, n, m[i - row], l[i - row], alpha[i - row]);
+      drop_heads(a, i, a.edge_key + ptr[i], n, s + at);
       at += round_up(n * EIGHT, STRIDE);
     }
     at = 0;
@@ -261,14 +278,16 @@ static void fused_backward(const Single<T> &a, int64_t row, int64_t end, const i
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
       add_head_bias(a, s + at, ptr[i], n);
+      drop_heads(a, i, a.edge_key + ptr[i], n, d + at);
       const Lanes row_lse = lanes_of(lse[i - row]), row_delta = lanes_of(delta[i - row]);
       for (int64_t j = at; j < at + n * EIGHT; j += STRIDE) {
         AB_UNROLL
         for (int c = 0; c < PARTS; c++)
           a.weigh(s, d, slopes, row_lse.part[c], row_delta.part[c], j + c * VL);
       }
+      drop_heads(a, i, a.edge_key + ptr[i], n, s + at);
       for (int64_t j = 0; a.dbias && j < n; j++) {
-        float *dbias = a.dbias + a.edge_id[ptr[i] + j] * call.bias_edge;
+        float *dbias = a.dbias + a.bias_place(ptr[i] + j);
         for (int h = 0; h < EIGHT; h++) dbias[h * call.bias_head] += slopes[at + j * EIGHT + h];
       }
       for (int64_t j = 0; hand && j < n; j++) {

@@ -3,6 +3,7 @@
 #define ATTNBIAS_EDGE_SINGLE_H
 
 #include "edge_rows.h"
+#include "philox.h"
 #include "score.h"
 
 namespace AB_LEVEL {
@@ -33,6 +34,8 @@ struct Single {
   float *dbias;
   const ab_call &call;
   const float *bias;  // NULL is 0
+  const float *sink;  // NULL = none
+  int64_t batch, head;
   const int32_t *edge_key, *edge_id, *col_query, *col_edge;
   int64_t origin;                      // the group's first edge
   int64_t hand_edge = 2, hand_ds = 1;  // where `hand` has p of an edge, and how far from it dS
@@ -60,8 +63,12 @@ struct Single {
     }
     lse = call.lse + (b * call.H + h) * call.Q;
     dlse = call.dlse ? call.dlse + (b * call.H + h) * call.Q : nullptr;
-    dbias = call.dedge_bias ? call.dedge_bias + h * call.bias_head : nullptr;
-    bias = call.edge_bias ? call.edge_bias + h * call.bias_head : nullptr;
+    const int64_t bias_at = b * call.bias_batch + h * call.bias_head;
+    dbias = call.dedge_bias ? call.dedge_bias + bias_at : nullptr;
+    bias = call.edge_bias ? call.edge_bias + bias_at : nullptr;
+    sink = call.sink ? call.sink + h : nullptr;
+    batch = b;
+    head = h;
     edge_key = call.layout.edge_key;
     edge_id = call.layout.edge_id;
     col_query = call.layout.col_query;
@@ -74,6 +81,7 @@ struct Single {
     q.data += call.q.head;
     dout.data += call.dout.head;
     if (bias) bias += call.bias_head;
+    head++;
     origin = first_edge;
   }
 
@@ -94,8 +102,28 @@ struct Single {
   // Edge j stands at place[j] of edge_key, or at first + j.
   void add_bias(float *s, int64_t first, const int32_t *place, int64_t n) const {
     if (!bias) return;
-    for (int64_t j = 0; j < n; j++) {
-      s[j] += bias[edge_id[place ? place[j] : first + j] * call.bias_edge];
+    for (int64_t j = 0; j < n; j++) s[j] += bias[bias_place(place ? place[j] : first + j)];
+  }
+
+  // Where the bias of an edge lies, given its place in edge_key.
+  int64_t bias_place(int64_t place) const {
+    return (call.bias_by_place ? place : edge_id[place]) * call.bias_edge;
+  }
+
+  // Multiply numbers of n pairs by what dropout makes of their weights. Pair j is of row[j] and key[j];
+  // NULL = all of `one`.
+  void drop(const int32_t *row, const int32_t *key, int64_t one, int64_t n, float *numbers) const {
+    if (!call.drop_below) return;
+    const Dropout dropout(call);
+    for (int64_t j = 0; j < n; j += VL) {
+      U rows = splat((uint32_t)one), keys = rows;
+      for (int64_t l = 0; l < VL && j + l < n; l++) {
+        if (row) rows[l] = (uint32_t)row[j + l];
+        if (key) keys[l] = (uint32_t)key[j + l];
+      }
+      const F share =
+          dropout.share(keys, rows + dropout.q_start, splat((uint32_t)head), splat((uint32_t)batch));
+      store(numbers + j, load(numbers + j) * share);
     }
   }
 
@@ -129,13 +157,16 @@ struct Single {
       scores(s, nullptr, n);
       add_bias(s, first, nullptr, n);
       const float alpha = weights(s, n, state);
+      drop(nullptr, key, i, n, s);
       gather(s, v, key, n, alpha, state.from, y);
       state.from = y;
     }
   }
 
+  // Go on from the tiles, which have the sink already, or begin with the sink.
   Softmax start(int64_t i) const {
-    if (!lse_before || lse_before[i] == -INFINITY) return {-INFINITY, 0.0f, nullptr};
+    if (!lse_before) return {sink ? *sink : -INFINITY, sink ? 1.0f : 0.0f, nullptr};
+    if (lse_before[i] == -INFINITY) return {-INFINITY, 0.0f, nullptr};
     return {lse_before[i], 1.0f, out_before[i]};
   }
 
@@ -172,6 +203,7 @@ struct Single {
       add_bias(s + at, ptr[i], nullptr, n);
       const float alpha = weights(s + at, n, state), by = inverse_or_0(state.l);
       for (int64_t j = 0; j < n; j += VL) store(s + at + j, load(s + at + j) * splat(by));
+      drop(nullptr, edge_key + ptr[i], i, n, s + at);
       m[i - row] = state.m;
       l[i - row] = state.l;
       at += round_up(n, VL);
@@ -250,7 +282,7 @@ struct Single {
   // Put the results of n edges where they are wanted.
   void keep(const float *p, const float *d, const float *by_score, int64_t first, int64_t n,
             float *hand) const {
-    for (int64_t j = 0; dbias && j < n; j++) dbias[edge_id[first + j] * call.bias_edge] += by_score[j];
+    for (int64_t j = 0; dbias && j < n; j++) dbias[bias_place(first + j)] += by_score[j];
     for (int64_t j = 0; hand && j < n; j++) {
       float *pair = hand + hand_edge * (first - origin + j);
       pair[0] = p[j];
@@ -274,7 +306,9 @@ struct Single {
       dots(g, v, key, n, d);
       scores(s, slopes, n);
       add_bias(s, first, nullptr, n);
+      drop(nullptr, key, i, n, d);
       for (int64_t j = 0; j < n; j += VL) weigh(s, d, slopes, lse_, delta, j);
+      drop(nullptr, key, i, n, s);
       keep(s, d, slopes, first, n, hand);
       if (y) {
         gather(d, k, key, n, 1.0f, from, y);
@@ -314,7 +348,9 @@ struct Single {
       const int64_t n = ptr[i + 1] - ptr[i];
       add_bias(s + at, ptr[i], nullptr, n);
       const F lse_ = splat(both[i - row][0]), delta = splat(both[i - row][1]);
+      drop(nullptr, edge_key + ptr[i], i, n, d + at);
       for (int64_t j = at; j < at + n; j += VL) weigh(s, d, slopes, lse_, delta, j);
+      drop(nullptr, edge_key + ptr[i], i, n, s + at);
       keep(s + at, d + at, slopes + at, ptr[i], n, hand);
       at += round_up(n, VL);
     }
@@ -341,8 +377,8 @@ struct Single {
   }
 
   // p and dS of n edges of column j, computed anew; `stats` has what statistics() gave for each query.
-  void recompute(int64_t first, int64_t n, const float *x, const float *y, const float *stats, float *s,
-                 float *d) const {
+  void recompute(int64_t column, int64_t first, int64_t n, const float *x, const float *y,
+                 const float *stats, float *s, float *d) const {
     alignas(64) float slopes[CHUNK + VL], lse_[CHUNK + VL], delta[CHUNK + VL];
     const int32_t *query = col_query + first;
     dots(x, q, query, n, s);
@@ -354,7 +390,9 @@ struct Single {
       lse_[j] = both[0];
       delta[j] = both[1];
     }
+    drop(query, nullptr, column, n, d);
     for (int64_t j = 0; j < n; j += VL) weigh(s, d, slopes, load(lse_ + j), load(delta + j), j);
+    drop(query, nullptr, column, n, s);
   }
 
   // The edges [first, last) of column j: key_sum = key_from + dk, and so for dv; NULL is not wanted. From
@@ -372,7 +410,7 @@ struct Single {
     for (; first < last; first += CHUNK) {
       const int64_t n = min64(last - first, CHUNK);
       const int32_t *query = col_query + first;
-      if (!hand) recompute(first, n, x, y, stats, s, d);
+      if (!hand) recompute(j, first, n, x, y, stats, s, d);
       for (int64_t e = 0; hand && e < n; e++) {
         const float *pair = hand + hand_edge * (col_edge[first + e] - origin);
         s[e] = pair[0];

@@ -215,11 +215,16 @@ static void backward_item(const Plan &plan, const Lists &rows, int64_t first, in
   }
 }
 
-// A gradient of the bias sums over batches (and heads): one item then takes all heads of a group, in order.
+AB_INLINE bool shares_bias(const ab_call &call) {
+  const bool apart = (call.bias_batch || call.B == 1) && (call.bias_head || call.H == 1);
+  return call.dedge_bias && !apart;
+}
+
+// A gradient of the bias sums over batches (or heads): one item then takes all heads of a group, in order.
 template <class Kernel>
 static void backward_items(const Plan &plan, const Lists &rows, int64_t first, int64_t heads, int64_t unit,
                            int64_t t) {
-  if (!plan.call.dedge_bias) return backward_item<Kernel>(plan, rows, first, unit, t);
+  if (!shares_bias(plan.call)) return backward_item<Kernel>(plan, rows, first, unit, t);
   for (int64_t i = 0; i < heads; i++) {
     if (plan.group(first + i) == unit) backward_item<Kernel>(plan, rows, first, i, t);
   }
@@ -324,7 +329,7 @@ static int32_t backward_with(const ab_call &call, const ab_call *before, char *s
 #pragma omp parallel num_threads(call.threads)
   for (int64_t done = 0; done < plan.steps; done += plan.wave) {
     const int64_t steps = min64(plan.wave, plan.steps - done), first = done * plan.step;
-    const int64_t heads = steps * plan.step, units = call.dedge_bias ? layout.groups : heads;
+    const int64_t heads = steps * plan.step, units = shares_bias(call) ? layout.groups : heads;
     const int64_t key_heads = heads / share;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t t = 0; t < units * row_tasks; t++) {

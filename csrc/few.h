@@ -19,6 +19,11 @@ constexpr int TREE = VL < 8 ? 8 : VL;  // products that one tree adds up across 
 // How many parts the keys are cut into, from the shape alone.
 AB_INLINE int64_t chunks_of(const ab_call &call) { return max64(1, call.K / CHUNK_KEYS); }
 
+// Keys of such a part, at most.
+AB_INLINE int64_t few_chunk_keys(const ab_call &call) {
+  return (tiles_of(tiles_of(call.K, call.layout.tile), chunks_of(call)) + 1) * call.layout.tile;
+}
+
 // R rows of numbers, R up to 4, that read the keys of a tile together.
 struct FewRows {
   const float *at;

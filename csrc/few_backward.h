@@ -1,9 +1,11 @@
 // The backward pass over few queries; see few.h. A part of the keys is a work item: it has dk and dv of its
-// keys to itself, and its part of dq, which are added up in order.
+// keys to itself, and its parts of dq and of the gradients of terms, which are added up in order.
 #ifndef ATTNBIAS_FEW_BACKWARD_H
 #define ATTNBIAS_FEW_BACKWARD_H
 
+#include "bias.h"
 #include "few.h"
+#include "philox.h"
 
 namespace AB_LEVEL::tiles {
 
@@ -13,6 +15,7 @@ struct FewGradients {
   float *queries, *signed_queries, *d_out;  // [rows, width] twice, [rows, value_width]
   float *delta, *lse, *lse_rest;            // [rows]; lse as Score::split gives it
   float *probs, *d_scores;                  // [4, FEW_KEYS]
+  float *bias;                              // [FEW_KEYS]; after it, dS before scale and softcap
   float *keys, *values;  // [FEW_KEYS, width], [FEW_KEYS, value_width], where they cannot be read in place
   float *d_keys, *d_values;  // the same
 
@@ -28,6 +31,7 @@ struct FewGradients {
     lse_rest = cut<float>(memory, rows);
     probs = cut<float>(memory, 4 * FEW_KEYS);
     d_scores = cut<float>(memory, 4 * FEW_KEYS);
+    bias = has_terms(call) ? cut<float>(memory, FEW_KEYS) : nullptr;
     keys = cut<float>(memory, FEW_KEYS * width);
     values = cut<float>(memory, FEW_KEYS * value_width);
     d_keys = cut<float>(memory, FEW_KEYS * width);
@@ -50,17 +54,23 @@ struct FewGradients {
   }
 };
 
-// Raw scores [first, count) of row r become P, the products dO . v dS.
+// Raw scores [first, count) of row r become P, the products dO . v dS, the bias dS by the score.
 static void weigh_few(const ab_call &call, const Score &score, const FewGradients &buffer, int64_t r,
-                      const int32_t *bits, int64_t first, int64_t count, float *probs, float *d_scores) {
+                      const int32_t *bits, const uint32_t *kept, int64_t first, int64_t count, float *probs,
+                      float *d_scores) {
   for (int64_t j = first; j < count; j += VL) {
     const F raw = score.raw(load(probs + j));
-    const F related = exp2_of(score.below(raw, buffer.lse[r], buffer.lse_rest[r]));
-    const F p = choose(related_lanes(bits, j, count), related, F{});
-    F d = p * splat(call.scale) * (load(d_scores + j) - splat(buffer.delta[r]));
+    const F whole = buffer.bias ? score.with_bias(raw, load(buffer.bias + j)) : raw;
+    const F related = exp2_of(score.below(whole, buffer.lse[r], buffer.lse_rest[r]));
+    const uint32_t lanes = related_lanes(bits, j, count);
+    const F share = kept ? choose(kept[j / 32] >> j % 32, splat(call.kept_share), F{}) : splat(1.0f);
+    const F p = choose(lanes, related, F{}),
+            by_weight = load(d_scores + j) * share - splat(buffer.delta[r]);
+    F d = p * splat(call.scale) * by_weight;
     if (score.capped) d *= score.slope(raw);
-    store(probs + j, p);
-    store(d_scores + j, choose(related_lanes(bits, j, count), d, F{}));
+    store(probs + j, p * share);
+    store(d_scores + j, choose(lanes, d, F{}));
+    if (buffer.bias) store(buffer.bias + j, choose(lanes, p * by_weight, F{}));
   }
 }
 
@@ -81,10 +91,11 @@ AB_INLINE void add_outer(const float *weights, const float *rows, int64_t width,
   }
 }
 
-// What `rows` rows from `start` on and `there` keys of a tile give; parts [rows, parts_row] of dq.
-static void add_meeting(const ab_call &call, const Score &score, const FewGradients &buffer, int64_t start,
-                        int64_t rows, const int32_t *bits, Rows keys, Rows values, int64_t there,
-                        float *parts, int64_t parts_row) {
+// What `rows` rows from `start` on and `there` keys of item.tile give; parts [rows, parts_row] of dq.
+static void add_meeting(const ab_call &call, const Score &score, const FewGradients &buffer,
+                        TermSums *terms, const Item &item, int64_t start, int64_t rows, const int32_t *bits,
+                        Rows keys, Rows values, int64_t there, float *parts, int64_t parts_row) {
+  const int64_t first_head = item.h * (call.H / call.Hk), first_key = item.tile * call.layout.tile;
   by_four(rows, [&](auto together, int64_t some) AB_LAMBDA {
     constexpr int R = together.value;
     const int64_t r = start + some, width = buffer.width, value_width = buffer.value_width;
@@ -94,9 +105,16 @@ static void add_meeting(const ab_call &call, const Score &score, const FewGradie
     if (!find_keys<R>(queries, &first, &count)) return;
     multiply_tile<R>(queries, width, keys, r == 0, first, count, buffer.probs);
     multiply_tile<R>(d_out, value_width, values, r == 0, first, count, buffer.d_scores);
-    for (int i = 0; i < R; i++)
-      weigh_few(call, score, buffer, r + i, queries.bits[i], first, count, buffer.probs + i * FEW_KEYS,
-                buffer.d_scores + i * FEW_KEYS);
+    for (int i = 0; i < R; i++) {
+      const int64_t h = first_head + (r + i) / call.Q, query = (r + i) % call.Q, key = first_key + first;
+      if (buffer.bias) fill_row(call, item.b, h, query, key, count - first, buffer.bias + first);
+      uint32_t kept[FEW_KEYS / 32];
+      if (call.drop_below) Dropout(call).row_bits(item.b, h, query, first_key, there, kept);
+      weigh_few(call, score, buffer, r + i, queries.bits[i], call.drop_below ? kept : nullptr, first, count,
+                buffer.probs + i * FEW_KEYS, buffer.d_scores + i * FEW_KEYS);
+      if (terms)
+        terms[(r + i) / call.Q].add_row(call, item.b, h, query, key, count - first, buffer.bias + first);
+    }
     const float ones[4] = {1, 1, 1, 1};
     if (call.dv.data) add_outer<R>(buffer.probs, d_out.at, value_width, first, count, buffer.d_values);
     if (call.dk.data)
@@ -108,12 +126,20 @@ static void add_meeting(const ab_call &call, const Score &score, const FewGradie
 }
 
 // One part of the keys of a key head, item.h; item.tile numbers the part, parts [rows, chunks, width].
-static void few_backward_item(const ab_call &call, const Item &item, float *parts, char *memory) {
-  const Score score(call);
+static void few_backward_item(const ab_call &call, const Item &item, float *parts, int32_t *turn,
+                              char *memory) {
+  const Score score(call, LOG2_E, has_terms(call));
   const ab_layout &layout = call.layout;
   const int64_t tile = layout.tile, tiles = tiles_of(call.K, tile), chunks = chunks_of(call);
   const int64_t share = call.H / call.Hk, first_head = item.h * share;
   FewGradients buffer(call, memory);
+  const int64_t begin = tiles * item.tile / chunks, stop = tiles * (item.tile + 1) / chunks;
+  TermSums *terms =
+      turn ? (TermSums *)(void *)cut<char>(memory, share * (int64_t)sizeof(TermSums)) : nullptr;
+  for (int64_t s = 0; terms && s < share; s++) {
+    terms[s] = TermSums(call, call.Q, few_chunk_keys(call), memory);
+    terms[s].clear(call, 0, call.Q, begin * tile, min64(stop * tile, call.K));
+  }
   const int64_t parts_row = chunks * buffer.width;
   for (int64_t r = 0; r < share * call.Q; r++) {
     buffer.read(call, score, r, item.b, first_head + r / call.Q, r % call.Q);
@@ -121,8 +147,7 @@ static void few_backward_item(const ab_call &call, const Item &item, float *part
   }
   // Heads of one relation go together.
   const int64_t heads = layout.heads == 1 ? share : 1;
-  const int64_t stop = tiles * (item.tile + 1) / chunks;
-  for (int64_t t = tiles * item.tile / chunks; t < stop; t++) {
+  for (int64_t t = begin; t < stop; t++) {
     const int64_t start = t * tile, n = min64(tile, call.K - start);
     const Rows keys = rows_as_float(call.k, item.b, item.h, start, n, call.D, buffer.width, buffer.keys);
     const Rows values =
@@ -135,31 +160,41 @@ static void few_backward_item(const ab_call &call, const Item &item, float *part
       const bool full = bounds[0] < bounds[1];
       const int32_t *bits =
           full ? nullptr : layout.patterns + layout.k_mark[bounds[0]] * tile * (tile / 32);
-      add_meeting(call, score, buffer, s * call.Q, heads * call.Q, bits, keys, values, n, parts, parts_row);
+      add_meeting(call, score, buffer, terms, {item.b, item.h, 0, t}, s * call.Q, heads * call.Q, bits,
+                  keys, values, n, parts, parts_row);
     }
     if (call.dk.data) write_rows(call.dk, item.b, item.h, start, n, call.D, buffer.d_keys, buffer.width);
     if (call.dv.data)
       write_rows(call.dv, item.b, item.h, start, n, call.E, buffer.d_values, buffer.value_width);
   }
+  if (!terms) return;
+  wait_for(turn, (int32_t)item.tile);
+  for (int64_t s = 0; s < share; s++) terms[s].hand_over(call, item.b, first_head + s);
+  __atomic_store_n(turn, (int32_t)item.tile + 1, __ATOMIC_RELEASE);
 }
 
-// The parts of dq.
+// The parts of dq, and whose turn it is to hand over gradients of terms, [B, Hk].
 AB_INLINE int64_t few_backward_scratch_bytes(const ab_call &call) {
-  return call.dq.data ? 4 * call.B * call.H * call.Q * chunks_of(call) * round_up(call.D, VL) : 0;
+  const int64_t parts = call.B * call.H * call.Q * chunks_of(call) * round_up(call.D, VL);
+  return 4 * (call.dq.data ? round_up(parts, 16) : 0) + (wants_terms(call) ? 4 * call.B * call.Hk : 0);
 }
 
 // The backward pass of a call of at most FEW queries.
 static int32_t few_backward(const ab_call &call, char *scratch) {
   const int64_t chunks = chunks_of(call), width = round_up(call.D, VL);
   const int64_t size = call.Q * chunks * width, share = call.Hk ? call.H / call.Hk : 0;
-  float *parts = (float *)(void *)scratch;
+  float *parts = cut<float>(scratch, call.dq.data ? call.B * call.H * size : 0);
+  int32_t *turns = wants_terms(call) ? (int32_t *)(void *)scratch : nullptr;
+  if (turns) memset(turns, 0, (size_t)(call.B * call.Hk) * sizeof(int32_t));
   char *end = nullptr;
   if (call.H) FewGradients(call, end);
-  const int64_t items = call.B * (call.H ? call.Hk : 0) * chunks, bytes = (int64_t)(uintptr_t)end;
-  int32_t status = run_items(items, call.threads, bytes, [&](int64_t i, char *memory) {
-    const int64_t unit = i / chunks, c = i % chunks;
+  if (turns) cut<char>(end, share * (int64_t)sizeof(TermSums));
+  for (int64_t s = 0; turns && s < share; s++) TermSums(call, call.Q, few_chunk_keys(call), end);
+  const int64_t bytes = (int64_t)(uintptr_t)end;
+  int32_t status = run_together(call, chunks, bytes, [&](int64_t b, int64_t h, int64_t c, char *memory) {
+    const int64_t unit = b * call.Hk + h;
     float *here = call.dq.data ? parts + unit * share * size + c * width : nullptr;
-    few_backward_item(call, {unit / call.Hk, unit % call.Hk, 0, c}, here, memory);
+    few_backward_item(call, {b, h, 0, c}, here, turns ? turns + unit : nullptr, memory);
   });
   for (int64_t r = 0; call.dq.data && status == AB_OK && r < call.B * call.H * call.Q; r++) {
     float *sum = parts + r * chunks * width;

@@ -2,7 +2,9 @@
 #ifndef ATTNBIAS_FEW_FORWARD_H
 #define ATTNBIAS_FEW_FORWARD_H
 
+#include "bias.h"
 #include "few.h"
+#include "philox.h"
 
 namespace AB_LEVEL::tiles {
 
@@ -16,13 +18,15 @@ struct State {
 };
 
 // Scores [first, count) of a row become 2^(score - top); returns what the state's sums are multiplied by.
-static float weigh_few(const Score &score, float *scores, const int32_t *bits, int64_t first, int64_t count,
-                       State state) {
-  const F factor = splat(score.factor);
+// `bias` is for them, too, or NULL; `kept` has a bit for each that dropout keeps, or is NULL.
+static float weigh_few(const Score &score, float *scores, const float *bias, const int32_t *bits,
+                       const uint32_t *kept, int64_t first, int64_t count, State state) {
+  const F factor = splat(score.late);
   F highest = splat(-INFINITY), sum = F{};
   for (int64_t j = first; j < count; j += VL) {
     const F raw = score.raw(load(scores + j));
-    const F x = choose(related_lanes(bits, j, count), raw, splat(-INFINITY));
+    const F whole = bias ? score.with_bias(raw, load(bias + j)) : raw;
+    const F x = choose(related_lanes(bits, j, count), whole, splat(-INFINITY));
     store(scores + j, x);
     highest = maximum(highest, x);
   }
@@ -31,7 +35,7 @@ static float weigh_few(const Score &score, float *scores, const int32_t *bits, i
   for (int64_t j = first; j < count; j += VL) {
     const F p = exp2_of(load(scores + j) * factor - splat(top));
     sum += p;
-    store(scores + j, p);
+    store(scores + j, kept ? choose(kept[j / 32] >> j % 32, p, F{}) : p);
   }
   const F keep = exp2_of(splat(before) - splat(top));
   *state.top = top;
@@ -44,6 +48,7 @@ struct FewBuffer {
   int64_t width, value_width;
   float *queries;        // [rows, width]
   float *scores;         // [4, FEW_KEYS]
+  float *bias;           // [FEW_KEYS]
   float *keys, *values;  // [FEW_KEYS, width], [FEW_KEYS, value_width], where they cannot be read in place
 
   // Lay out from `memory` on, which moves to the end.
@@ -51,6 +56,7 @@ struct FewBuffer {
       : width(round_up(call.D, VL)), value_width(round_up(call.E, VL)) {
     queries = cut<float>(memory, rows * width);
     scores = cut<float>(memory, 4 * FEW_KEYS);
+    bias = cut<float>(memory, FEW_KEYS);
     keys = cut<float>(memory, FEW_KEYS * width);
     values = cut<float>(memory, FEW_KEYS * value_width);
   }
@@ -59,7 +65,8 @@ struct FewBuffer {
 // One part of the keys of one key head, for `heads` query heads from item.h on with the same lists.
 // item.tile numbers the part; states [heads, Q, chunks].
 static void add_chunk(const ab_call &call, const Item &item, int64_t heads, float *states, char *memory) {
-  const Score score(call);
+  const bool terms = has_terms(call);
+  const Score score(call, LOG2_E, terms);
   const ab_layout &layout = call.layout;
   const int64_t tile = layout.tile, chunks = chunks_of(call), state_row = chunks * State::floats(call);
   const int64_t key_head = item.h / (call.H / call.Hk), rows = heads * call.Q;
@@ -91,9 +98,15 @@ static void add_chunk(const ab_call &call, const Item &item, int64_t heads, floa
       if (!find_keys<R>(some, &first, &count)) return;
       multiply_tile<R>(some, buffer.width, keys, r == 0, first, count, buffer.scores);
       float keep[R], *state = states + r * state_row;
-      for (int i = 0; i < R; i++)
-        keep[i] = weigh_few(score, buffer.scores + i * FEW_KEYS, some.bits[i], first, count,
-                            State(call, state + i * state_row));
+      for (int i = 0; i < R; i++) {
+        const int64_t h = item.h + (r + i) / call.Q, query = (r + i) % call.Q;
+        if (terms) fill_row(call, item.b, h, query, start + first, count - first, buffer.bias + first);
+        uint32_t kept[FEW_KEYS / 32];
+        if (call.drop_below) Dropout(call).row_bits(item.b, h, query, start, there, kept);
+        keep[i] =
+            weigh_few(score, buffer.scores + i * FEW_KEYS, terms ? buffer.bias : nullptr, some.bits[i],
+                      call.drop_below ? kept : nullptr, first, count, State(call, state + i * state_row));
+      }
       add_tile<R>(buffer.scores, keep, values, buffer.value_width, r == 0, first, count, state, state_row);
     });
   }
@@ -111,7 +124,14 @@ static void merge_chunks(const ab_call &call, int64_t b, int64_t h, int64_t i, f
     for (int64_t e = 0; e < call.E; e += VL)
       store(all.out + e, load(all.out + e) * keep + load(part.out + e) * add);
   }
-  const F share = splat(*all.total == 0 ? 0 : 1 / *all.total);
+  F keep = splat(call.drop_below ? call.kept_share : 1.0f);
+  if (call.sink) {
+    F top = splat(*all.top), total = splat(*all.total);
+    keep *= add_sink(call.sink[h], top, total);
+    *all.top = top[0];
+    *all.total = total[0];
+  }
+  const F share = splat(*all.total == 0 ? 0 : keep[0] / *all.total);
   for (int64_t e = 0; e < call.E; e += VL) store(all.out + e, load(all.out + e) * share);
   write_rows(call.out, b, h, i, 1, call.E, all.out, call.E);
   call.lse[(b * call.H + h) * call.Q + i] = log_of(*all.top, *all.total);

@@ -2,6 +2,8 @@
 #ifndef ATTNBIAS_ITEMS_H
 #define ATTNBIAS_ITEMS_H
 
+#include <sched.h>
+
 #include "kernels.h"
 #include "simd.h"
 
@@ -40,6 +42,12 @@ AB_INLINE int32_t run_items(int64_t count, int32_t threads, int64_t bytes, const
       for (int64_t i; (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < count;) body(i, memory);
   }
   return next >= count ? AB_OK : AB_NO_MEMORY;
+}
+
+// Wait until an earlier item has counted up to `wanted`.
+AB_INLINE void wait_for(const int32_t *done, int32_t wanted) {
+  for (int spins = 0; __atomic_load_n(done, __ATOMIC_ACQUIRE) != wanted; spins++)
+    if (spins > 100) sched_yield();
 }
 
 // The tiles of each group in the order of the layout, [G, tiles]. The layout's own list serves a single

@@ -25,7 +25,7 @@ ab_tensor float32_twin(const ab_tensor &x, int64_t B, int64_t heads, int64_t row
 
 // The call that the tile kernels get when edges go on from their results; see kernels.h.
 ab_call call_for_tiles(const ab_call &call, bool backward, char *&scratch) {
-  ab_call first = call;
+  ab_call first = call;  // with the sink: edges go on from a softmax that has it
   if (!backward) {
     first.out = float32_twin(call.out, call.B, call.H, call.Q, call.E, scratch);
   } else {

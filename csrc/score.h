@@ -1,4 +1,4 @@
-// The score of a related pair, softcap(scale * q.k), written here once for tiles and edges.
+// The score of a related pair, softcap(scale * q.k) + bias, written here once for tiles and edges.
 //
 // Both passes of a kernel form q.k from unscaled numbers in one order, so that they get the same bits. The
 // tile kernels multiply it inside the FMA that subtracts the row's maximum or lse: no score is rounded.
@@ -21,13 +21,16 @@ struct Score {
   float sign;          // what q or k is packed with: 1, -1 or 0, so that `factor` is positive
   float factor;        // score = factor * raw(sign * q.k), in units of 1 / unit
   float inner, outer;  // with softcap raw(x) = outer * tanh(inner * x)
-  bool capped;
+  float late;          // what tiles multiply a stored score by: `factor`, or 1 where it has the bias in it
+  bool capped, biased;
 
-  explicit Score(const ab_call &call, float unit = LOG2_E) : capped(call.softcap != 0) {
+  explicit Score(const ab_call &call, float unit = LOG2_E, bool terms = false)
+      : capped(call.softcap != 0), biased(terms) {
     sign = capped || call.scale > 0 ? 1.0f : call.scale < 0 ? -1.0f : 0.0f;
     factor = capped || call.scale == 0 ? 1.0f : fabsf(call.scale) * unit;
     inner = capped ? call.scale / call.softcap : 0.0f;
     outer = call.softcap * unit;
+    late = biased ? 1.0f : factor;
   }
 
   AB_LAMBDA F raw(F product) const {
@@ -36,13 +39,17 @@ struct Score {
 
   // Split a row's lse, so that below() gets score - lse with a rounding of the difference only.
   AB_LAMBDA void split(float lse, float *rounded, float *rest) const {
-    const double exact = (double)lse * 1.44269504088896340736 / (FUSED ? 1.0 : (double)factor);
+    const double exact = (double)lse * 1.44269504088896340736 / (FUSED ? 1.0 : (double)late);
     const bool empty = lse == -INFINITY;  // 2^below is then 0
     *rounded = empty ? INFINITY : (float)exact;
     *rest = empty ? 0 : (float)(exact - (double)*rounded);
   }
 
+  // A score with its bias, which both passes round alike.
+  AB_LAMBDA F with_bias(F raw_score, F bias) const { return raw_score * splat(factor) + bias; }
+
   AB_LAMBDA F below(F raw_score, float rounded, float rest) const {
+    if (biased) return raw_score - splat(rounded) - splat(rest);
     if (FUSED) return raw_score * splat(factor) - splat(rounded) - splat(rest);
     return (raw_score - splat(rounded) - splat(rest)) * splat(factor);
   }
@@ -53,6 +60,15 @@ struct Score {
     return splat(1.0f) - t * t;
   }
 };
+
+// Take a sink, a logit without a value, into a softmax; returns what its sums are multiplied by.
+AB_INLINE F add_sink(float sink, F &top, F &total) {
+  const F logit = splat(sink * LOG2_E), before = top;
+  top = maximum(logit, before);
+  const F keep = exp2_of(before - top);
+  total = total * keep + exp2_of(logit - top);
+  return keep;
+}
 
 // log(total * 2^top), the lse of a row; -inf for a row without keys.
 AB_INLINE float log_of(float top, float total) {

@@ -5,13 +5,12 @@
 //   dV += P^T dO,  dK += dS^T Q,  dQ += dS K.
 // dK and dV stay with the thread that has the key tile. dQ is shared: the key tiles of a head are added to
 // a query tile in ascending order, each waiting for its turn, so that no copies of dQ are needed and no
-// result depends on the number of threads.
+// result depends on the number of threads. The gradients of relative and grid go the same way.
 #ifndef ATTNBIAS_TILES_BACKWARD_H
 #define ATTNBIAS_TILES_BACKWARD_H
 
-#include <sched.h>
-
 #include "few_backward.h"
+#include "philox.h"
 
 namespace AB_LEVEL::tiles {
 
@@ -23,6 +22,7 @@ struct BackwardShared {
   int32_t *rank;   // [tiles + 1], by key: how many key tiles come before it at its query tile
   int32_t *count;  // [G, q_tiles]: how many key tiles a query tile has
   int32_t *done;   // [B, H, q_tiles]: how many of them are in dq
+  int32_t *turn;   // [B, H]: the key tile that is to hand over its gradients of terms
   ab_tensor dq;    // float32: the caller's or in scratch
 
   // Lay out from `memory` on, which moves to the end.
@@ -31,7 +31,8 @@ struct BackwardShared {
     const int64_t tiles = tiles_of(call.Q, layout.tile);
     delta = cut<float>(memory, call.B * call.H * call.Q);
     dq = call.dq;
-    rank = count = done = nullptr;
+    rank = count = done = turn = nullptr;
+    if (wants_terms(call)) turn = cut<int32_t>(memory, call.B * call.H);
     if (!call.dq.data) return;
     rank = cut<int32_t>(memory, layout.tiles + 1);
     count = cut<int32_t>(memory, layout.groups * tiles);
@@ -51,7 +52,9 @@ struct BackwardBuffer {
   float *keys_t, *values_t;    // [panels, D, LANES], [panels, E, LANES]
   float *d_keys, *d_values;    // [tile, width], [tile, value_width]
   float *probs, *d_scores, *slopes;  // [tile, row]; slopes with softcap only
+  float *d_bias;                     // [tile, row]: dS before scale and softcap, where terms want it
   float *lse, *lse_rest;             // [tile], as Score::split gives them
+  uint32_t *kept;                    // [tile, tile / 32]: bits of pairs that dropout keeps; NULL = all
 
   // Lay out from `memory` on, which moves to the end.
   BackwardBuffer(const ab_call &call, char *&memory)
@@ -68,8 +71,10 @@ struct BackwardBuffer {
     probs = cut<float>(memory, tile * row);
     d_scores = cut<float>(memory, tile * row);
     slopes = cut<float>(memory, call.softcap != 0 ? tile * row : 0);
+    d_bias = wants_terms(call) ? cut<float>(memory, tile * row) : nullptr;
     lse = cut<float>(memory, tile);
     lse_rest = cut<float>(memory, tile);
+    kept = call.drop_below ? cut<uint32_t>(memory, tile * (tile / 32)) : nullptr;
   }
 };
 
@@ -87,8 +92,9 @@ struct Strip {
   uint32_t panels;
 };
 
-// P of a strip of queries and a panel of keys; 0 where unrelated.
-template <int MR>
+// P of a strip of queries and a panel of keys; 0 where unrelated. With MORE `probs` may
+// hold the bias before.
+template <int MR, bool MORE>
 AB_INLINE void compute_probs(const ab_call &call, const Score &score, const BackwardBuffer &buffer,
                              const Meeting &meeting, int64_t r, int64_t panel) {
   Sums<MR, 2> sums;
@@ -104,7 +110,8 @@ AB_INLINE void compute_probs(const ab_call &call, const Score &score, const Back
     AB_UNROLL
     for (int c = 0; c < 2; c++) {
       F raw = score.raw(sums.at[i][c]);
-      F p = exp2_of(score.below(raw, buffer.lse[r + i], buffer.lse_rest[r + i]));
+      const F whole = MORE && score.biased ? score.with_bias(raw, load(buffer.probs + at + c * VL)) : raw;
+      F p = exp2_of(score.below(whole, buffer.lse[r + i], buffer.lse_rest[r + i]));
       if (meeting.bits) p = choose(related >> (c * VL), p, F{});
       store(buffer.probs + at + c * VL, p);
       if (score.capped) store(buffer.slopes + at + c * VL, score.slope(raw));
@@ -113,20 +120,30 @@ AB_INLINE void compute_probs(const ab_call &call, const Score &score, const Back
 }
 
 // dS of the same.
-template <int MR>
+template <int MR, bool MORE>
 AB_INLINE void compute_d_scores(const ab_call &call, const BackwardBuffer &buffer, const Meeting &meeting,
                                 int64_t r, int64_t panel) {
   Sums<MR, 2> sums;
   clear(sums);
   add_rows(sums, call.E, meeting.d_out.at + r * meeting.d_out.row, meeting.d_out.row,
            buffer.values_t + panel * LANES * call.E, LANES);
+  [[maybe_unused]] const int64_t first = panel * LANES, words = call.layout.tile / 32;
   AB_UNROLL
   for (int i = 0; i < MR; i++) {
     const int64_t at = (r + i) * buffer.row + panel * LANES;
+    const uint32_t kept = MORE && buffer.kept ? buffer.kept[(r + i) * words + first / 32] >> first % 32 : 0;
     AB_UNROLL
     for (int c = 0; c < 2; c++) {
-      F d = load(buffer.probs + at + c * VL) * splat(call.scale) *
-            (sums.at[i][c] - splat(meeting.delta[r + i]));
+      const F p = load(buffer.probs + at + c * VL);
+      F d_weight = sums.at[i][c];
+      if (MORE && buffer.kept) {
+        const F share = choose(kept >> (c * VL), splat(call.kept_share), F{});
+        d_weight *= share;
+        store(buffer.probs + at + c * VL, p * share);
+      }
+      const F by_weight = d_weight - splat(meeting.delta[r + i]);
+      F d = p * splat(call.scale) * by_weight;
+      if (MORE && buffer.d_bias) store(buffer.d_bias + at + c * VL, p * by_weight);
       if (call.softcap != 0) d *= load(buffer.slopes + at + c * VL);
       store(buffer.d_scores + at + c * VL, d);
     }
@@ -148,6 +165,7 @@ AB_INLINE uint32_t panels_of(const ab_call &call, const Meeting &meeting, int64_
 }
 
 // P and dS of a meeting, 0 in panels without a pair; returns the number of strips.
+template <bool MORE>
 static int64_t compute_scores(const ab_call &call, const Score &score, const BackwardBuffer &buffer,
                               const Meeting &meeting, int64_t panels, Strip *strips) {
   int64_t count = 0;
@@ -157,14 +175,16 @@ static int64_t compute_scores(const ab_call &call, const Score &score, const Bac
     for (int64_t p = 0; p < panels; p++) {
       if (found >> p & 1) {
         with_rows(n, [&](auto rows) AB_LAMBDA {
-          compute_probs<rows.value>(call, score, buffer, meeting, r, p);
-          if (call.dq.data || call.dk.data) compute_d_scores<rows.value>(call, buffer, meeting, r, p);
+          compute_probs<rows.value, MORE>(call, score, buffer, meeting, r, p);
+          if (call.dq.data || call.dk.data || (MORE && (buffer.d_bias || buffer.kept)))
+            compute_d_scores<rows.value, MORE>(call, buffer, meeting, r, p);
         });
         continue;
       }
       for (int64_t at = r * buffer.row + p * LANES; at < (r + n) * buffer.row; at += buffer.row) {
         memset(buffer.probs + at, 0, LANES * sizeof(float));
         memset(buffer.d_scores + at, 0, LANES * sizeof(float));
+        if (MORE && buffer.d_bias) memset(buffer.d_bias + at, 0, LANES * sizeof(float));
       }
     }
     strips[count++] = {r, n, found};
@@ -264,20 +284,16 @@ static void add_d_queries(const ab_call &call, const BackwardBuffer &buffer, Row
   }
 }
 
-AB_INLINE void wait_for(const int32_t *done, int32_t wanted) {
-  for (int spins = 0; __atomic_load_n(done, __ATOMIC_ACQUIRE) != wanted; spins++)
-    if (spins > 100) sched_yield();
-}
-
-// All that one key tile and query tile `t` of head h give.
+// All that one key tile and query tile `t` of head h give; MORE is for terms and dropout.
+template <bool MORE>
 static void backward_meeting(const ab_call &call, const BackwardShared &shared, BackwardBuffer &buffer,
-                             const Item &item, int64_t h, int64_t group, int64_t entry, bool full,
-                             Rows keys, int64_t key_count) {
+                             TermSums &terms, const Item &item, int64_t h, int64_t group, int64_t entry,
+                             bool full, Rows keys, int64_t key_count) {
   const ab_layout &layout = call.layout;
   const int64_t tile = layout.tile, t = layout.k_tile[entry], first = t * tile;
   const int64_t head = item.b * call.H + h, tiles = tiles_of(call.Q, tile);
   const float *lse = call.lse + head * call.Q + first;
-  const Score score(call);
+  const Score score(call, LOG2_E, MORE && has_terms(call));
   Meeting meeting = {};
   meeting.count = min64(tile, call.Q - first);
   meeting.queries =
@@ -287,9 +303,17 @@ static void backward_meeting(const ab_call &call, const BackwardShared &shared, 
   meeting.delta = shared.delta + head * call.Q + first;
   if (!full) meeting.bits = layout.patterns + layout.k_mark[entry] * tile * (tile / 32);
   for (int64_t i = 0; i < meeting.count; i++) score.split(lse[i], buffer.lse + i, buffer.lse_rest + i);
-  Strip strips[MOST_ROWS];
-  const int64_t count = compute_scores(call, score, buffer, meeting, tiles_of(key_count, LANES), strips);
+  for (int64_t i = 0; MORE && buffer.kept && i < meeting.count; i++)
+    Dropout(call).row_bits(item.b, h, first + i, item.tile * tile, key_count,
+                           buffer.kept + i * (tile / 32));
+  for (int64_t i = 0; MORE && score.biased && i < meeting.count; i++)
+    fill_row(call, item.b, h, first + i, item.tile * tile, key_count, buffer.probs + i * buffer.row);
+  Strip strips[MOST_ROWS] = {};
+  const int64_t count =
+      compute_scores<MORE>(call, score, buffer, meeting, tiles_of(key_count, LANES), strips);
   add_d_keys(call, buffer, meeting, strips, count, key_count);
+  for (int64_t i = 0; MORE && buffer.d_bias && i < meeting.count; i++)
+    terms.add_row(call, item.b, h, first + i, item.tile * tile, key_count, buffer.d_bias + i * buffer.row);
   if (!call.dq.data) return;
   const int32_t rank = shared.rank[entry];
   int32_t *done = shared.done + head * tiles + t;
@@ -301,10 +325,24 @@ static void backward_meeting(const ab_call &call, const BackwardShared &shared, 
   __atomic_store_n(done, rank + 1, __ATOMIC_RELEASE);
 }
 
+// Begin the sums of terms of a key tile: from the first to the last query that it meets.
+AB_INLINE void start_terms(const ab_call &call, const int32_t *bounds, int64_t key, int64_t n,
+                           TermSums &terms) {
+  int64_t low = call.Q, high = 1;
+  for (int64_t i = bounds[0]; i < bounds[2]; i++) {
+    const int64_t at = call.layout.k_tile[i] * call.layout.tile;
+    low = min64(low, at);
+    high = max64(high, min64(at + call.layout.tile, call.Q));
+  }
+  terms.clear(call, min64(low, high - 1), high, key, key + n);
+}
+
 // One key tile of one key head, with all query heads that read it.
+template <bool MORE>
 static void backward_item(const ab_call &call, const BackwardShared &shared, const Item &item,
                           char *memory) {
   BackwardBuffer buffer(call, memory);
+  TermSums terms(call, call.Q, call.layout.tile, memory);
   const ab_layout &layout = call.layout;
   const int64_t tile = layout.tile, first = item.tile * tile, n = min64(tile, call.K - first);
   const int64_t tiles = tiles_of(call.K, tile), share = call.H / call.Hk;
@@ -317,8 +355,14 @@ static void backward_item(const ab_call &call, const BackwardShared &shared, con
   for (int64_t h = item.h * share; h < (item.h + 1) * share; h++) {
     const int64_t group = group_of(layout, item.b, h);
     const int32_t *bounds = layout.k_ptr + (group * tiles + item.tile) * 3;
+    if (MORE && buffer.d_bias) start_terms(call, bounds, first, n, terms);
     for (int64_t i = bounds[0]; i < bounds[2]; i++)
-      backward_meeting(call, shared, buffer, item, h, group, i, i < bounds[1], keys, n);
+      backward_meeting<MORE>(call, shared, buffer, terms, item, h, group, i, i < bounds[1], keys, n);
+    if (!MORE || !buffer.d_bias) continue;
+    int32_t *turn = shared.turn + item.b * call.H + h;
+    wait_for(turn, (int32_t)item.tile);
+    terms.hand_over(call, item.b, h);
+    __atomic_store_n(turn, (int32_t)item.tile + 1, __ATOMIC_RELEASE);
   }
   if (call.dk.data) write_rows(call.dk, item.b, item.h, first, n, call.D, buffer.d_keys, buffer.width);
   if (call.dv.data)
@@ -362,6 +406,7 @@ static int32_t tiles_backward(const ab_call &call, char *scratch) {
           shared.rank[i] = shared.count[g * q_tiles + layout.k_tile[i]]++;
       }
   }
+  if (shared.turn) memset(shared.turn, 0, (size_t)(call.B * call.H) * sizeof(int32_t));
   int32_t status = run_items(call.B * call.H * q_tiles, call.threads, 64, [&](int64_t i, char *) {
     const int64_t b = i / q_tiles / call.H, h = i / q_tiles % call.H;
     prepare_item(call, shared, {b, h, group_of(layout, b, h), i % q_tiles});
@@ -369,10 +414,14 @@ static int32_t tiles_backward(const ab_call &call, char *scratch) {
   if (status != AB_OK) return status;
   char *end = nullptr;
   BackwardBuffer(call, end);
-  return run_items(
-      call.B * call.Hk * k_tiles, call.threads, (int64_t)(uintptr_t)end, [&](int64_t i, char *memory) {
-        backward_item(call, shared, {i / k_tiles / call.Hk, i / k_tiles % call.Hk, 0, i % k_tiles}, memory);
-      });
+  TermSums(call, call.Q, layout.tile, end);
+  const bool more = has_terms(call) || call.drop_below;
+  return run_together(call, k_tiles, (int64_t)(uintptr_t)end,
+                      [&](int64_t b, int64_t h, int64_t t, char *memory) {
+                        const Item item = {b, h, 0, t};
+                        more ? backward_item<true>(call, shared, item, memory)
+                             : backward_item<false>(call, shared, item, memory);
+                      });
 }
 
 AB_INLINE int64_t backward_scratch_bytes(const ab_call &call) {

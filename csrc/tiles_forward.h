@@ -6,13 +6,12 @@
 #ifndef ATTNBIAS_TILES_FORWARD_H
 #define ATTNBIAS_TILES_FORWARD_H
 
+#include "bias.h"
 #include "few_forward.h"
 #include "items.h"
+#include "philox.h"
 
 namespace AB_LEVEL::tiles {
-
-// Keys that one softmax step takes: more rescale less often, until S^T leaves the first-level cache.
-constexpr int64_t BLOCK = 128;
 
 // Keys next to each other that some query of a panel is related to.
 struct Run {
@@ -21,8 +20,8 @@ struct Run {
 
 struct Block {
   Rows keys, values;
-  int64_t count;        // of keys
-  const int32_t *bits;  // of the first key, for the first panel; NULL = every pair is related
+  int64_t first, count;  // keys
+  const int32_t *bits;   // of the first key, for the first panel; NULL = every pair is related
 };
 
 // The state of one panel of queries.
@@ -30,10 +29,13 @@ struct Panel {
   const float *queries;  // [D, LANES]
   float *out;            // [E, LANES], not divided by `total` yet
   float *top, *total;    // [LANES]: largest score in units of log 2, sum of 2^(score - top)
+  int64_t b, h, first;   // the first query
+  int64_t count;         // of queries
 };
 
-// Raw scores of `MR` keys, -inf where unrelated; `top` follows their maximum.
-template <int MR>
+// Raw scores of `MR` keys, -inf where unrelated; `top` follows their maximum. With TERMS `scores` holds the
+// bias before, and whole scores after.
+template <int MR, bool TERMS>
 AB_INLINE void score_keys(const Score &score, int64_t columns, Rows keys, const float *queries,
                           const uint32_t *related, float *scores, F top[2]) {
   Sums<MR, 2> sums;
@@ -44,6 +46,7 @@ AB_INLINE void score_keys(const Score &score, int64_t columns, Rows keys, const 
     AB_UNROLL
     for (int c = 0; c < 2; c++) {
       F x = score.raw(sums.at[r][c]);
+      if (TERMS) x = score.with_bias(x, load(scores + r * LANES + c * VL));
       if (related) x = choose(related[r] >> (c * VL), x, splat(-INFINITY));
       top[c] = maximum(top[c], x);
       store(scores + r * LANES + c * VL, x);
@@ -52,8 +55,9 @@ AB_INLINE void score_keys(const Score &score, int64_t columns, Rows keys, const 
 }
 
 // All scores of a block; returns the number of runs of keys that have any.
+template <bool TERMS>
 static int64_t score_block(const ab_call &call, const Score &score, const Block &block, const Panel &panel,
-                           int64_t lane, float *scores, Run *runs, F top[2]) {
+                           int64_t lane, const PanelBias *bias, float *scores, Run *runs, F top[2]) {
   uint32_t related[BLOCK];
   int64_t end = block.count;
   if (block.bits) {
@@ -72,9 +76,10 @@ static int64_t score_block(const ab_call &call, const Score &score, const Block 
     int n = strip_of(end - j);
     while (block.bits && !related[j + n - 1]) n--;
     Rows keys = {block.keys.at + j * block.keys.row, block.keys.row};
+    if (TERMS) bias->fill(j, n, scores + j * LANES);
     with_rows(n, [&](auto rows) AB_LAMBDA {
-      score_keys<rows.value>(score, call.D, keys, panel.queries, block.bits ? related + j : nullptr,
-                             scores + j * LANES, top);
+      score_keys<rows.value, TERMS>(score, call.D, keys, panel.queries, block.bits ? related + j : nullptr,
+                                    scores + j * LANES, top);
     });
     if (count && runs[count - 1].first + runs[count - 1].count == j)
       runs[count - 1].count += n;
@@ -104,17 +109,45 @@ AB_INLINE void add_values(Rows values, const float *probs, const Run *runs, int6
   store(sums, out, LANES);
 }
 
+// Weights of dropped pairs become 0.
+static void drop_keys(const ab_call &call, const Block &block, const Panel &panel, const Run *runs,
+                      int64_t count, float *weights) {
+  const Dropout dropout(call);
+  U position[2];
+  for (int c = 0; c < 2; c++)
+    for (int l = 0; l < VL; l++) position[c][l] = (uint32_t)(panel.first + c * VL + l) + dropout.q_start;
+  const U head = splat((uint32_t)panel.h), batch = splat((uint32_t)panel.b), limit = splat(dropout.limit);
+  for (const Run *run = runs; run < runs + count; run++) {
+    const int64_t end = run->first + run->count;
+    for (int64_t j = run->first / 4 * 4; j < end; j += 4) {
+      const U quad = splat((uint32_t)(block.first + j) >> 2);
+      AB_UNROLL
+      for (int c = 0; c < 2; c++) {
+        U word[4];
+        dropout.words(quad, position[c], head, batch, word);
+        AB_UNROLL
+        for (int i = 0; i < 4; i++) {
+          if (j + i < run->first || j + i >= end) continue;
+          float *x = weights + (j + i) * LANES + c * VL;
+          store(x, word[i] > limit ? load(x) : F{});
+        }
+      }
+    }
+  }
+}
+
 // Add a block of keys to a panel of queries that starts at `lane` of the tile.
+template <bool TERMS>
 static void add_block(const ab_call &call, const Score &score, const Block &block, const Panel &panel,
-                      int64_t lane, float *scores) {
+                      int64_t lane, const PanelBias *bias, float *scores) {
   Run runs[BLOCK];
   F top[2] = {splat(-INFINITY), splat(-INFINITY)};
-  int64_t count = score_block(call, score, block, panel, lane, scores, runs, top);
+  int64_t count = score_block<TERMS>(call, score, block, panel, lane, bias, scores, runs, top);
   if (!count) return;
   alignas(64) float keep[LANES];
   bool moved = false;
-  F total[2];
-  const F factor = splat(score.factor);
+  F total[2], sum[2] = {};
+  const F factor = splat(score.late);
   for (int c = 0; c < 2; c++) {
     F before = load(panel.top + c * VL);
     top[c] = maximum(before, top[c] * factor);
@@ -125,19 +158,27 @@ static void add_block(const ab_call &call, const Score &score, const Block &bloc
   }
   for (const Run *run = runs; run < runs + count; run++) {
     float *x = scores + run->first * LANES;
-    for (const float *stop = x + run->count * LANES; x < stop; x += LANES) {
-      AB_UNROLL
-      for (int c = 0; c < 2; c++) {
-        F p = exp2_of(load(x + c * VL) * factor - top[c]);
-        total[c] += p;
-        store(x + c * VL, p);
+    const float *stop = x + run->count * LANES;
+    while (x < stop) {
+      // In three levels: where scores repeat, as those of a table do, all roundings of a sum go one way.
+      const float *end = x + min64(stop - x, 16 * LANES);
+      F few[2] = {};
+      for (; x < end; x += LANES) {
+        AB_UNROLL
+        for (int c = 0; c < 2; c++) {
+          F p = exp2_of(load(x + c * VL) * factor - top[c]);
+          few[c] += p;
+          store(x + c * VL, p);
+        }
       }
+      for (int c = 0; c < 2; c++) sum[c] += few[c];
     }
   }
   for (int c = 0; c < 2; c++) {
     store(panel.top + c * VL, top[c]);
-    store(panel.total + c * VL, total[c]);
+    store(panel.total + c * VL, total[c] + sum[c]);
   }
+  if (call.drop_below) drop_keys(call, block, panel, runs, count, scores);
   for (int64_t e = 0; e < call.E;) {
     int n = strip_of(call.E - e);
     with_rows(n, [&](auto rows) AB_LAMBDA {
@@ -172,11 +213,18 @@ struct ForwardBuffer {
 };
 
 // Divide by the sums and write out and lse.
-static void finish_panel(const ab_call &call, const Panel &panel, int64_t b, int64_t h, int64_t first,
-                         int64_t n, float *rows) {
+static void finish_panel(const ab_call &call, const Panel &panel, float *rows) {
   alignas(64) float share[LANES];
+  const int64_t b = panel.b, h = panel.h, first = panel.first, n = panel.count;
   float *lse = call.lse + (b * call.H + h) * call.Q + first;
-  for (int64_t i = 0; i < LANES; i++) share[i] = panel.total[i] == 0 ? 0 : 1 / panel.total[i];
+  for (int64_t i = 0; i < LANES; i++) share[i] = call.drop_below ? call.kept_share : 1;
+  for (int64_t c = 0; call.sink && c < LANES; c += VL) {
+    F top = load(panel.top + c), total = load(panel.total + c);
+    store(share + c, load(share + c) * add_sink(call.sink[h], top, total));
+    store(panel.top + c, top);
+    store(panel.total + c, total);
+  }
+  for (int64_t i = 0; i < LANES; i++) share[i] = panel.total[i] == 0 ? 0 : share[i] / panel.total[i];
   for (int64_t i = 0; i < n; i++) lse[i] = log_of(panel.top[i], panel.total[i]);
   for (float *x = panel.out; x < panel.out + call.E * LANES; x += LANES)
     for (int64_t c = 0; c < LANES; c += VL) store(x + c, load(x + c) * load(share + c));
@@ -189,9 +237,10 @@ static void finish_panel(const ab_call &call, const Panel &panel, int64_t b, int
 }
 
 // One query tile of one head.
+template <bool TERMS>
 static void forward_item(const ab_call &call, const Item &item, char *memory) {
   ForwardBuffer buffer(call, memory);
-  const Score score(call);
+  const Score score(call, LOG2_E, TERMS);
   const ab_layout &layout = call.layout;
   const int64_t tile = layout.tile, first = item.tile * tile, n = min64(tile, call.Q - first);
   const int64_t b = item.b, h = item.h, key_head = h / (call.H / call.Hk);
@@ -207,13 +256,19 @@ static void forward_item(const ab_call &call, const Item &item, char *memory) {
   memset(buffer.total, 0, (size_t)(panels * LANES) * sizeof(float));
   for (int64_t i = 0; i < panels * LANES; i++) buffer.top[i] = LOWEST;
   auto panel_at = [&](int64_t p) {
-    return Panel{buffer.queries + p * LANES * call.D, buffer.out + p * LANES * call.E,
-                 buffer.top + p * LANES, buffer.total + p * LANES};
+    return Panel{buffer.queries + p * LANES * call.D,
+                 buffer.out + p * LANES * call.E,
+                 buffer.top + p * LANES,
+                 buffer.total + p * LANES,
+                 b,
+                 h,
+                 first + p * LANES,
+                 min64(LANES, n - p * LANES)};
   };
   for (int64_t i = bounds[0]; i < bounds[2];) {
     const bool full = i < bounds[1];
     const int64_t start = layout.q_tile[i] * tile;
-    Block block = {{}, {}, min64(tile, call.K - start), nullptr};
+    Block block = {{}, {}, start, min64(tile, call.K - start), nullptr};
     if (!full) block.bits = layout.patterns_t + layout.q_mark[i] * tile * (tile / 32);
     // Full tiles side by side are one block.
     for (i++;
@@ -222,11 +277,18 @@ static void forward_item(const ab_call &call, const Item &item, char *memory) {
       block.count += tile;
     block.keys = rows_as_float(call.k, b, key_head, start, block.count, call.D, call.D, buffer.keys);
     block.values = rows_as_float(call.v, b, key_head, start, block.count, call.E, call.E, buffer.values);
-    for (int64_t p = 0; p < panels; p++)
-      add_block(call, score, block, panel_at(p), p * LANES, buffer.scores);
+    for (int64_t p = 0; p < panels; p++) {
+      const Panel panel = panel_at(p);
+      if constexpr (TERMS) {
+        PanelBias bias(call, b, h, panel.first, panel.count);
+        bias.start_block(block.first, block.count);
+        add_block<TERMS>(call, score, block, panel, p * LANES, &bias, buffer.scores);
+      } else {
+        add_block<TERMS>(call, score, block, panel, p * LANES, nullptr, buffer.scores);
+      }
+    }
   }
-  for (int64_t p = 0; p < panels; p++)
-    finish_panel(call, panel_at(p), b, h, first + p * LANES, min64(LANES, n - p * LANES), buffer.values);
+  for (int64_t p = 0; p < panels; p++) finish_panel(call, panel_at(p), buffer.values);
 }
 
 // The order of the tiles, when the layout has several groups.
@@ -241,6 +303,7 @@ static int32_t tiles_forward(const ab_call &call, char *scratch) {
   const ab_layout &layout = call.layout;
   const int64_t tiles = tiles_of(call.Q, layout.tile);
   if (call.Q <= FEW) return few_forward(call, scratch);
+  const bool terms = has_terms(call);
   int32_t *sorted = cut<int32_t>(scratch, layout.groups * tiles);
   const int32_t *order =
       order_by_group(layout.q_order, layout.groups, tiles, sorted, cut<int32_t>(scratch, layout.groups));
@@ -248,7 +311,7 @@ static int32_t tiles_forward(const ab_call &call, char *scratch) {
       call.B * call.H * tiles, call.threads, ForwardBuffer::bytes(call), [&](int64_t i, char *memory) {
         const int64_t b = i / tiles / call.H, h = i / tiles % call.H, g = group_of(layout, b, h);
         const Item item = {b, h, g, order[g * tiles + i % tiles]};
-        forward_item(call, item, memory);
+        terms ? forward_item<true>(call, item, memory) : forward_item<false>(call, item, memory);
       });
 }
 

@@ -271,7 +271,7 @@ def test_without_the_library_the_reason_is_told(tmp_path, monkeypatch, name, wor
 
 
 def test_struct_has_the_size_that_the_library_knows():
-    size = cpu._HEAD.size + cpu._SCRATCH.size + cpu._LAYOUT.size
+    size = cpu._HEAD.size + cpu._EXTRAS.size + cpu._SCRATCH.size + cpu._LAYOUT.size
     assert cpu.library().call_bytes() == size
 
 

@@ -99,7 +99,7 @@ def test_environment_with_an_unknown_name():
 
 def test_named_backend_that_cannot_raises_with_every_reason():
     q, k, v = inputs()
-    words = "backend 'rows' cannot run this: terms: "
+    words = r"backend 'rows' cannot run this: terms\[0\]: Distance is known by its values alone"
     with pytest.raises(NotImplementedError, match=f"^{words}"):
         ab.attention(q, k, v, terms=[Distance()], backend="rows")
     words = (

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from attnbias import Causal, Documents, Empty, Full, Graph, Layout, PerHead, Window
+from attnbias import Causal, Documents, Empty, Full, Graph, KeyBias, Layout, PerHead, Window
 from attnbias.backends import reference, rows
-from attnbias.problem import Problem
+from attnbias.problem import Call, Problem
 from attnbias.testing import assert_no_worse, eager, lengths, magnitudes, make_inputs
 
 SEED = torch.tensor([-(2**50) - 3])
@@ -69,8 +69,7 @@ class Attention(torch.autograd.Function):
 def call(query, key, value, layout, **options):
     defaults = {"terms": (), "sink": None, "seed": SEED, "scale": query.shape[-1] ** -0.5}
     defaults |= {"softcap": 0.0, "dropout_p": 0.0, "spec": ""}
-    tensors = {"query": query, "key": key, "value": value, "layout": layout}
-    return SimpleNamespace(**tensors | defaults | options)
+    return Call(query, key, value, layout, **defaults | options)
 
 
 def draw_counts(batch, heads, Q, K, seed=0, most=3):
@@ -338,7 +337,8 @@ def test_rows_says_why_not():
 
     assert rows.name == "rows"
     assert reasons() == []
-    words = ["terms: none on the layout reference yet, got 2"]
-    assert reasons(terms=("a", "b")) == words
+    words = ["terms[1]: str is known by its values alone, which only the reference reads"]
+    given = (KeyBias(torch.zeros(1, 1)), "b")
+    assert reasons(terms=given) == words
     words.insert(0, "score: only the dot product (None) yet, got 'GAT'")
-    assert reasons(terms=("a", "b"), score="GAT") == words
+    assert reasons(terms=given, score="GAT") == words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import struct
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ..layouts.layout import FIELDS, SIZES
+from ..terms import PARTS, why_not_parts
+from . import cpu_edge_terms
 from .strides import empty_like_query
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 name = "cpu"
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LARGEST = 256  # of D and E
 FEW = 16  # queries that csrc/few.h takes at most, with scratch; a forward pass over more seldom needs any
 
@@ -32,11 +35,13 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ERRORS = {1: "no memory", 2: "too little scratch", 3: "an argument the kernels do not take"}
 _NONE = (0, 0, 0, 0, 0, 0)  # an ab_tensor that is not there
 
-# struct ab_call: up to `unused` before scratch; scratch; the layout.
+# struct ab_call: what every call has; terms, sink and dropout; scratch; the layout.
 _HEAD = struct.Struct("=7q" + "4q2i" * 8 + "4Q2q2f2i")
+_EXTRAS = struct.Struct("=q" + "2Q6q" * 4 + "2Qq" + "Q" + "2Qqfi")
 _SCRATCH = struct.Struct("=Qq")
 _LAYOUT = struct.Struct(f"=8i{len(FIELDS)}Q")
 _NO_SCRATCH = _SCRATCH.pack(0, 0)
+_NO_EXTRAS = bytes(_EXTRAS.size)
 
 
 class _Library:
@@ -126,13 +131,7 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"dtype: float32, bfloat16 or float16, got {query.dtype}")
     if D > LARGEST or E > LARGEST:
         reasons.append(f"head size: at most {LARGEST}, got D={D} and E={E}")
-    if problem.terms:
-        reasons.append(f"terms: none on the CPU kernels yet, got {len(problem.terms)}")
-    if problem.sink is not None:
-        reasons.append("sink: not on the CPU kernels yet")
-    if problem.dropout_p > 0:
-        reasons.append(f"dropout_p: only 0 on the CPU kernels yet, got {problem.dropout_p}")
-    return reasons
+    return reasons + why_not_parts(problem.terms) if problem.terms else reasons
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -145,7 +144,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     _expect_writes(out)
     lse = query.new_empty((B, H, Q), dtype=torch.float32)
     inputs = _dense(query), _dense(call.key), _dense(call.value)
-    head = _head(call, inputs, out, lse)
+    extras = _Extras(call)
+    head = _head(call, inputs, out, lse, extras=extras)
     layout, needs_scratch = _layout(call.layout)
     run = library()
     _run(run.forward, run.scratch_bytes if needs_scratch else None, head, layout, 0)
@@ -160,7 +160,7 @@ def backward(
     grad_lse: Tensor | None,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    """Compute the gradients of (query, key, value); no elements where not needed."""
+    """Compute the gradients of (query, key, value, sink, *terms); no elements where not needed."""
     # Names keep the copies alive: the struct holds addresses alone.
     inputs = _dense(call.query), _dense(call.key), _dense(call.value)
     out, grad_out = _dense(out), _dense(grad_out)
@@ -174,6 +174,7 @@ def backward(
         _expect_writes(rows)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
+    extras = _Extras(call, needs[4:])
     head = _head(
         call,
         inputs,
@@ -182,6 +183,7 @@ def backward(
         grad_out,
         [x if need else None for x, need in zip(written, needs, strict=False)],
         grad_lse,
+        extras,
     )
     layout, _ = _layout(call.layout)
     run = library()
@@ -189,7 +191,26 @@ def backward(
     for grad, rows in zip(grads, written, strict=True):
         if rows is not grad:
             grad.copy_(rows)
-    return [*grads, *(call.query.new_empty(0) for _ in needs[3:])]
+    more = [call.query.new_empty(0) for _ in needs[3:]]
+    if more and needs[3]:
+        more[0] = _grad_sink(call, out, lse, grad_out, grad_lse)
+    more[1 : 1 + len(extras.grads)] = extras.finish()
+    return [*grads, *more]
+
+
+def _grad_sink(call: Call, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """The sink is a column of the probabilities without a value: its gradient is -p * delta, summed."""
+    assert call.sink is not None
+    delta = (grad_out.float() * out.float()).sum(-1)  # [B, H, Q]
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    share = torch.exp(call.sink.float()[:, None] - lse).masked_fill(lse == -torch.inf, 0)
+    by_query = -(share * delta).double()
+    if not by_query.numel():
+        return torch.zeros_like(call.sink)
+    # Running sums have one order, whatever the number of threads.
+    total = by_query.cumsum(2)[..., -1].cumsum(0)[-1]
+    return torch.empty_like(call.sink).copy_(total)
 
 
 def _run(function: object, scratch_bytes: object, head: bytes, layout: bytes, is_backward: int) -> None:
@@ -238,26 +259,107 @@ def _head(
     grad_out: Tensor | None = None,
     grads: Sequence[Tensor | None] = (None, None, None),
     grad_lse: Tensor | None = None,
+    extras: _Extras | None = None,
 ) -> bytes:
     """Return an ab_call up to its scratch."""
     query, key, value = inputs
+    edge_bias = None if extras is None else extras.edge_bias
+    d_edge_bias = None if extras is None else extras.d_edge_bias
+    more = _NO_EXTRAS if extras is None else extras.packed
     B, H, Q, D = query.shape
     _, Hk, K, E = value.shape
-    return _HEAD.pack(
-        *(B, H, Hk, Q, K, D, E),
-        *_tensor(query),
-        *_tensor(key),
-        *_tensor(value),
-        *_tensor(out),
-        *_tensor(grad_out),
-        *_tensor(grads[0]),
-        *_tensor(grads[1]),
-        *_tensor(grads[2]),
-        *(lse.data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr(), 0, 0),
-        *(0, 0),
-        *(call.scale, call.softcap),
-        *(torch.get_num_threads(), 0),
+    return (
+        _HEAD.pack(
+            *(B, H, Hk, Q, K, D, E),
+            *_tensor(query),
+            *_tensor(key),
+            *_tensor(value),
+            *_tensor(out),
+            *_tensor(grad_out),
+            *_tensor(grads[0]),
+            *_tensor(grads[1]),
+            *_tensor(grads[2]),
+            *(lse.data_ptr(), _address(grad_lse), _address(edge_bias), _address(d_edge_bias)),
+            *((0, 0) if edge_bias is None else (edge_bias.stride(2), edge_bias.stride(1))),
+            *(call.scale, call.softcap),
+            *(torch.get_num_threads(), edge_bias is not None),
+        )
+        + more
     )
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+class _Extras:
+    """Terms, sink and dropout of a call, ready for the kernels, and the gradients of the terms.
+
+    Tiles read the parts where they lie; edges get a number each, whose gradient goes back in ``finish``.
+    """
+
+    __slots__ = ("call", "d_edge_bias", "edge_bias", "edge_places", "grads", "kept", "packed")
+
+    def __init__(self, call: Call, needs: Sequence[bool] = ()) -> None:
+        self.call = call
+        self.edge_bias: Tensor | None = None  # [B, H, edges]
+        self.d_edge_bias: Tensor | None = None
+        self.edge_places: dict[str, tuple[Tensor, ...]] = {}
+        self.grads: list[Tensor] = []
+        self.packed = _NO_EXTRAS
+        if not call.spec and call.sink is None and call.dropout_p == 0:
+            return
+        parts = call.parts
+        # The kernels read dense rows of all parts but pairs. `kept` has the copies alive.
+        dense = {
+            name: x if name == "pair" or x.stride(2) == 1 else x.contiguous() for name, x in parts.items()
+        }
+        wanted = dict(zip(parts, needs, strict=False))
+        grads = {name: torch.zeros(x.shape) for name, x in parts.items() if wanted.get(name)}
+        self.grads = [grads.get(name, call.query.new_empty(0)) for name in parts]
+        sink = None if call.sink is None else call.sink.float().contiguous()
+        codes = [x.contiguous() for x in call.codes]
+        self.kept = (dense, sink, codes)
+        if parts and call.layout.sizes["edges"]:
+            self.edge_places = cpu_edge_terms.find_places(call)
+            self.edge_bias = cpu_edge_terms.add_up(call, self.edge_places)
+            self.d_edge_bias = torch.zeros_like(self.edge_bias) if grads else None
+        seed, drop_below, kept_share = _dropout(call)
+        self.packed = _EXTRAS.pack(
+            0 if self.edge_bias is None else self.edge_bias.stride(0),
+            *(field for name in PARTS for field in _part(dense.get(name), grads.get(name))),
+            *(_address(x) for x in codes or (None, None)),
+            dense["grid"].shape[2] if "grid" in dense else 0,
+            _address(sink),
+            *(seed, drop_below, call.layout.q_start, kept_share, 0),
+        )
+
+    def finish(self) -> list[Tensor]:
+        """Return the gradients of the parts."""
+        if self.d_edge_bias is not None:
+            cpu_edge_terms.take_back(self.d_edge_bias, self.call, self.edge_places, self.grads)
+        return self.grads
+
+
+def _dropout(call: Call) -> tuple[int, int, float]:
+    """Return the key, the number below which bits drop a pair, and what kept pairs are multiplied by."""
+    if call.dropout_p == 0:
+        return 0, 0, 1.0
+    assert call.seed is not None
+    kept = 1 - call.dropout_p
+    return int(call.seed.item()) % 2**64, math.floor(call.dropout_p * 2**32), 1 / kept if kept else 1.0
+
+
+def _part(x: Tensor | None, grad: Tensor | None) -> tuple[int, ...]:
+    """Return the fields of an ab_part; a size of 1 serves all."""
+
+    def strides(y: Tensor) -> list[int]:
+        return [0 if y.shape[i] == 1 else y.stride(i) for i in (0, 1)]
+
+    if x is None:
+        return (0,) * 8
+    rest = (x.stride(2), x.stride(3)) if x.dim() == 4 else (0, 1)
+    return x.data_ptr(), _address(grad), *strides(x), *rest, *((0, 0) if grad is None else strides(grad))
 
 
 def _layout(layout: Layout) -> tuple[bytes, bool]:

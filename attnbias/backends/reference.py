@@ -71,24 +71,20 @@ def attend(problem: Problem, elements: int | None = None) -> tuple[Tensor, Tenso
     return empty_like_query(query, value.shape[-1]).copy_(out), lse
 
 
+def weights(problem: Problem) -> Tensor:
+    """The probabilities of all pairs before dropout, [B, H, Q, K], in float32 (float64 for float64)."""
+    precision = torch.float64 if problem.query.dtype == torch.float64 else torch.float32
+    query, key = problem.query.to(precision), problem.key.to(precision)
+    with _without_autocast(query.device.type):
+        return _weigh(problem, query, key, 0, query.shape[2])[0]
+
+
 def _strip(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, start: int, stop: int
 ) -> tuple[Tensor, Tensor]:
     """Compute the query rows from start to stop."""
     with _without_autocast(query.device.type):
-        (B, H, _, _), (_, Hk, K, _) = query.shape, key.shape
-        index = _Index(
-            b=torch.arange(B, device=query.device).view(-1, 1, 1, 1),
-            h=torch.arange(H, device=query.device).view(1, -1, 1, 1),
-            q=torch.arange(start, stop, device=query.device).view(1, 1, -1, 1) + problem.q_start,
-            k=torch.arange(K, device=query.device).view(1, 1, 1, -1),
-        )
-        heads = (Hk, H // Hk if Hk else 1)  # query heads by the key head they share
-        grouped = torch.unflatten(query[:, :, start:stop], 1, heads)
-        scores = torch.einsum("bgrqd,bgkd->bgrqk", grouped, key).flatten(1, 2) * problem.scale
-        scores = _modify(problem, scores, index)
-        scores = _restrict(problem, scores, index, start, stop)
-        probs, lse = _softmax(scores, problem.sink)
+        probs, lse, index, heads = _weigh(problem, query, key, start, stop)
         if problem.dropout_p > 0:
             assert problem.seed is not None
             keep = keep_mask(problem.seed, problem.dropout_p, *index)
@@ -96,6 +92,26 @@ def _strip(
             probs = (probs / kept if kept else probs).masked_fill(~keep, 0)
         out = torch.einsum("bgrqk,bgke->bgrqe", torch.unflatten(probs, 1, heads), value)
         return out.flatten(1, 2), lse
+
+
+def _weigh(
+    problem: Problem, query: Tensor, key: Tensor, start: int, stop: int
+) -> tuple[Tensor, Tensor, _Index, tuple[int, int]]:
+    """Return probabilities [B, H, rows, K], lse [B, H, rows], their pairs, and the heads as (Hk, share)."""
+    (B, H, _, _), (_, Hk, K, _) = query.shape, key.shape
+    index = _Index(
+        b=torch.arange(B, device=query.device).view(-1, 1, 1, 1),
+        h=torch.arange(H, device=query.device).view(1, -1, 1, 1),
+        q=torch.arange(start, stop, device=query.device).view(1, 1, -1, 1) + problem.q_start,
+        k=torch.arange(K, device=query.device).view(1, 1, 1, -1),
+    )
+    heads = (Hk, H // Hk if Hk else 1)  # query heads by the key head they share
+    grouped = torch.unflatten(query[:, :, start:stop], 1, heads)
+    scores = torch.einsum("bgrqd,bgkd->bgrqk", grouped, key).flatten(1, 2) * problem.scale
+    scores = _modify(problem, scores, index)
+    scores = _restrict(problem, scores, index, start, stop)
+    probs, lse = _softmax(scores, problem.sink)
+    return probs, lse, index, heads
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..philox import keep_mask
+from ..terms import why_not_parts
 from .strides import empty_like_query
 
 if TYPE_CHECKING:
@@ -24,12 +25,9 @@ name = "rows"
 
 def why_not(problem: Problem) -> list[str]:
     """Say what keeps the layout reference from running this problem."""
-    score, terms = problem.score, problem.terms
-    refused = (
-        (score is not None, f"score: only the dot product (None) yet, got {score!r}"),
-        (bool(terms), f"terms: none on the layout reference yet, got {len(terms)}"),
-    )
-    return [words for is_so, words in refused if is_so]
+    score = problem.score
+    refused = [(score is not None, f"score: only the dot product (None) yet, got {score!r}")]
+    return [words for is_so, words in refused if is_so] + why_not_parts(problem.terms)
 
 
 class _Tile(NamedTuple):
@@ -89,6 +87,11 @@ def backward(
     grad_key = query.new_zeros((B, H, K if needs[1] else 0, D), dtype=precision)
     grad_value = query.new_zeros((B, H, K if needs[2] else 0, E), dtype=precision)
     grad_sink = query.new_zeros((B, H), dtype=torch.float64)
+    grad_parts = {
+        name: torch.zeros_like(part)
+        for (name, part), need in zip(call.parts.items(), needs[4:], strict=False)
+        if need
+    }
     for tile in _tiles(call):
         scores, slope = _scores(call, tile)
         probs, sink_probs, tile_lse = _softmax(call, tile, scores)
@@ -102,7 +105,10 @@ def backward(
             # The lse of an empty row is a constant, whatever gradient comes in.
             d_row += grad_lse[tile.queries].masked_fill(tile_lse == -torch.inf, 0)
         grad_sink[tile.b, tile.h] += (sink_probs * d_row).sum(-1, dtype=torch.float64)
-        d_scores = probs * (d_probs + d_row[..., None]) * slope  # [n, rows, m]
+        d_scores = probs * (d_probs + d_row[..., None])  # [n, rows, m]
+        for part, grad in grad_parts.items():
+            grad.index_put_(_places(call, part, tile), d_scores, accumulate=True)
+        d_scores = d_scores * slope
         if needs[0]:
             d_query = d_scores @ key[tile.columns(share)].to(precision)
             grad_query[tile.queries] = d_query.to(query.dtype)
@@ -119,6 +125,8 @@ def backward(
     if needs[3]:
         assert call.sink is not None
         grads[3] = torch.empty_like(call.sink).copy_(grad_sink.sum(0))
+    for i, part in enumerate(call.parts):
+        grads[4 + i] = grad_parts.get(part, grads[4 + i])
     return grads
 
 
@@ -159,8 +167,27 @@ def _scores(call: Call, tile: _Tile) -> tuple[Tensor, Tensor | float]:
         capped = torch.tanh(scores / call.softcap)
         scores = call.softcap * capped
         slope = call.scale * (1 - capped * capped)
+    for part, values in call.parts.items():
+        scores = scores + values[_places(call, part, tile)]
     often = tile.counts.clamp(min=1).to(precision).log()  # n edges are one with + log n
     return (scores + often).masked_fill(tile.counts == 0, -torch.inf), slope
+
+
+def _places(call: Call, part: str, tile: _Tile) -> tuple[Tensor, ...]:
+    """Where a part of the terms has the values of a tile's pairs: indices that broadcast to [n, rows, m]."""
+    q_len, keys = call.query.shape[2], tile.keys
+    rows = torch.arange(tile.rows.start, tile.rows.stop, device=keys.device)[:, None]
+    index: tuple[Tensor, ...] = (rows, keys)
+    if part == "relative":
+        index = (keys - rows + q_len - 1,)
+    elif part == "key":
+        index = (keys.expand(len(rows), -1),)
+    elif part == "grid":
+        query_code, key_code = call.codes
+        index = (query_code.long()[rows] - key_code.long()[keys],)
+    # A pair's value may be for all batches or heads: size 1.
+    b, h = (x[:, None, None] % n for x, n in zip((tile.b, tile.h), call.parts[part].shape, strict=False))
+    return b, h, *index
 
 
 def _softmax(call: Call, tile: _Tile, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:

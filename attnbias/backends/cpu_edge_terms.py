@@ -1,0 +1,53 @@
+"""Score terms of the pairs that a layout keeps as edges: a number for each, made by PyTorch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..problem import Call
+
+Places = dict[str, tuple[Tensor, ...]]
+
+
+def find_places(call: Call) -> Places:
+    """Where each part has the value of each edge of the layout's list: indices of its last dimensions."""
+    layout, q_len = call.layout, call.query.shape[2]
+    count = layout.sizes["edges"]
+    keys = layout.edge_key[:count].long()
+    rows = torch.arange(len(layout.edge_ptr) - 1) % max(q_len, 1)
+    rows = rows.repeat_interleave(layout.edge_ptr.diff().long())
+    places: Places = {"relative": (keys - rows + q_len - 1,), "key": (keys,), "pair": (rows, keys)}
+    if "grid" in call.parts:
+        query_code, key_code = call.codes
+        places["grid"] = (query_code.long()[rows] - key_code.long()[keys],)
+    return {name: places[name] for name in call.parts}
+
+
+def add_up(call: Call, places: Places) -> Tensor:
+    """The sum of all parts at each edge, [B, H, edges]."""
+    batch, heads = call.query.shape[:2]
+    total = torch.zeros(batch, heads, call.layout.sizes["edges"])
+    for name, part in call.parts.items():
+        index: tuple[slice | Tensor, ...] = (slice(None), slice(None), *places[name])
+        total += part[index]
+    return total
+
+
+def take_back(d_edges: Tensor, call: Call, places: Places, grads: Sequence[Tensor]) -> None:
+    """Add the gradients of the edges, [B, H, edges], to those of the parts (empty = not wanted), in order."""
+    batch, heads = d_edges.shape[:2]
+    for name, grad in zip(call.parts, grads, strict=True):
+        if not grad.numel():
+            continue
+        *row, last = places[name]
+        flat = row[0] * grad.shape[-1] + last if row else last
+        for b in range(batch):
+            for h in range(heads):
+                # One dimension: here index_add_ goes through its numbers one after the other.
+                grad[b % grad.shape[0], h % grad.shape[1]].view(-1).index_add_(0, flat, d_edges[b, h])

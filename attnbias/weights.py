@@ -1,0 +1,165 @@
+"""The attention weights themselves: dense, by edge, or as sparse rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast, overload
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .backends import reference
+from .ops import attention
+from .problem import Problem
+from .relations import Graph, Neighbors
+from .relations.algebra import And
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .layouts.layout import Layout
+    from .problem import Options
+    from .relations.relation import Relation
+
+PAIRS_AT_ONCE = 1 << 18  # whose queries and keys are gathered
+
+
+class SparseRows(NamedTuple):
+    """Weights of the heads of one group, those that share a relation, as sparse rows (CSR)."""
+
+    ptr: Tensor  # [Q + 1], bounds of each query's keys
+    key: Tensor  # [n], increasing in a row
+    values: Tensor  # [members, n]
+    batch: Tensor  # [members]
+    head: Tensor  # [members]
+
+
+@overload
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    relation: Relation | Layout | None = ...,
+    *,
+    form: Literal["dense", "edges"] = ...,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    relation: Relation | Layout | None = ...,
+    *,
+    form: Literal["csr"],
+    **options: Unpack[Options],
+) -> list[SparseRows]: ...
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    relation: Relation | Layout | None = None,
+    *,
+    form: Literal["dense", "edges", "csr"] = "dense",
+    **options: Unpack[Options],
+) -> Tensor | list[SparseRows]:
+    """The weights that ``attention`` multiplies the values by, before dropout; differentiable.
+
+    Each row with a key sums to 1 (less the share of a sink); unrelated pairs have none.
+
+    Args:
+        query: [B, H, Q, D].
+        key: [B, Hk, K, D].
+        relation: as for ``attention``; "edges" and "csr" want a relation.
+        form: "dense" [B, H, Q, K]; "edges" [B, E, H], of a ``Graph`` or ``Neighbors``, in the caller's
+            order, 0 where ``& other`` dropped an edge; "csr" a list of ``SparseRows``, one a group.
+        **options: those of ``attention``.
+
+    Raises:
+        ValueError: if the form is unknown or does not fit the relation, or with dropout.
+
+    Example:
+        >>> import torch
+        >>> import attnbias as ab
+        >>> q, k = torch.zeros(2, 1, 1, 3, 4)
+        >>> ab.attention_weights(q, k, ab.Causal())[0, 0]
+        tensor([[1.0000, 0.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000],
+                [0.3333, 0.3333, 0.3333]])
+        >>> ring = ab.Graph([[0, 1, 2], [1, 2, 0]], num_nodes=3)
+        >>> ab.attention_weights(q, k, ring, form="edges").shape
+        torch.Size([1, 3, 1])
+    """
+    if form not in ("dense", "edges", "csr"):
+        raise ValueError(f"form: wanted 'dense', 'edges' or 'csr', got {form!r}")
+    if options.get("dropout_p"):
+        raise ValueError(f"dropout_p: weights are those before dropout, wanted 0, got {options['dropout_p']}")
+    nothing = key.detach()[..., :1]  # a value that no weight depends on
+    problem = Problem(query, key, nothing, relation, **options)
+    if form == "dense":
+        weights = reference.weights(problem)
+        return weights.squeeze(0) if problem.squeeze else weights
+    if problem.relation is None:
+        raise ValueError(f"form: wanted a relation for {form!r}, got a layout")
+    count = _count_edges(problem.relation) if form == "edges" else 0
+    groups = _sparse_rows(problem, options)
+    if form == "csr":
+        return [rows for rows, _ in groups]
+    B, H = problem.query.shape[:2]
+    weights = problem.query.new_zeros(B, count, H, dtype=groups[0][0].values.dtype)
+    for rows, number in groups:
+        place = (rows.batch[:, None], number, rows.head[:, None])
+        weights = weights.index_put(place, rows.values)
+    return weights
+
+
+def _count_edges(relation: Relation) -> int:
+    """Number of the caller's edges behind a relation, also behind ``& other``."""
+    if isinstance(relation, Graph):
+        return relation.edge_index.shape[1]
+    if isinstance(relation, Neighbors):
+        return relation.index.numel()
+    listed = [part for part in relation.parts if part.listed] if isinstance(relation, And) else []
+    if len(listed) != 1:
+        raise ValueError(f"form: 'edges' are those of a Graph or Neighbors, got {type(relation).__name__}")
+    return _count_edges(listed[0])
+
+
+def _sparse_rows(problem: Problem, options: Options) -> list[tuple[SparseRows, Tensor]]:
+    """Weights by group, and the caller's number of each edge [n]."""
+    query, key, relation = problem.query, problem.key, problem.relation
+    (B, H, Q, _), K = query.shape, key.shape[2]
+    assert relation is not None
+    given = cast("Options", {**options, "q_start": problem.q_start})
+    lse = attention(query, key, problem.value, relation, return_lse=True, **given)[1]
+    layout = relation.layout(
+        Q, K, q_start=problem.q_start, device=query.device, form="edges", batch=B, heads=H
+    )
+    members = layout.group.expand(B, H)
+    groups = []
+    for g in range(layout.groups):
+        b, h = torch.nonzero(members == g, as_tuple=True)
+        ptr = layout.edge_ptr[g * Q : (g + 1) * Q + 1].long() if layout.edges else members.new_zeros(Q + 1)
+        first, last = int(ptr[0]), int(ptr[-1])
+        keys, number = (x[first:last].long() for x in (layout.edge_key, layout.edge_id))
+        row = torch.repeat_interleave(torch.arange(Q, device=query.device), ptr.diff())
+        step = max(PAIRS_AT_ONCE // max(len(b), 1), 1)
+        values = [
+            # Gathered again in backward: queries and keys of all pairs are never held.
+            checkpoint(_weigh, problem, lse, b, h, *part, use_reentrant=False, preserve_rng_state=False)
+            for part in zip(row.split(step), keys.split(step), strict=True)
+        ]
+        rows = SparseRows(ptr - first, keys, torch.cat(values, dim=1), b, h)
+        groups.append((rows, number))
+    return groups
+
+
+def _weigh(problem: Problem, lse: Tensor, b: Tensor, h: Tensor, row: Tensor, keys: Tensor) -> Tensor:
+    """The weights of pairs [n] for some heads [m]: [m, n]."""
+    b, h = b[:, None], h[:, None]
+    share = problem.query.shape[1] // problem.key.shape[1]
+    products = problem.query[b, h, row].to(lse.dtype) * problem.key[b, h // share, keys].to(lse.dtype)
+    scores = products.sum(-1) * problem.scale
+    if problem.softcap:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    for term in problem.terms:
+        scores = scores + term.value(b, h, row + problem.q_start, keys).to(lse.dtype)
+    total = lse[b, h, row]
+    return torch.exp(scores - total.masked_fill(total == -torch.inf, 0))
