@@ -1,21 +1,21 @@
 """The backward pass over a layout's tiles: by query for dq, by key for dk and dv. No atomics.
 
-With P = exp(score - lse), dP = dout v^T and delta = rowsum(out * dout) - dlse:
-dS = P * (dP - delta), dq = scale * dS k, dk = scale * dS^T q, dv = P^T dout.
+With P = exp(score - lse), Z = 1 or what dropout multiplies P by, dP = Z * (dout v^T) and
+delta = rowsum(out * dout) - dlse:
+dS = P * (dP - delta), dq = scale * dS k, dk = scale * dS^T q, dv = (Z * P)^T dout.
 """
 # Triton gives kernels their types, from the arguments of a launch.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .bias import PLAIN, Extras, keep_tile
 from .config import Target
-from .launch import WIDE_ROW, Lists, Numbers, Walked, columns, launch
+from .launch import Lists, Numbers, Walked, launch
+from .row_sums import PADDING
 from .tile import (
-    LOG2E,
-    addresses,
     bounds,
     fetch,
     head_of,
@@ -27,53 +27,6 @@ from .tile import (
     store_rows,
     walk,
 )
-
-PADDING = tl.constexpr(128)  # delta and lse are padded to a multiple of every tile
-
-
-@triton.jit(do_not_specialize=["heads", "q_len"])
-def delta_kernel(
-    OUT,
-    GRAD_OUT,
-    LSE,
-    GRAD_LSE,
-    DELTA,
-    LSE2,
-    out_strides,
-    grad_strides,
-    heads,
-    q_len,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDE: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr,
-):
-    """delta = rowsum(out * dout) - dlse and lse * log2(e), padded, so that no loop checks their bounds.
-
-    Rows that are empty or do not exist get 0 and +inf: exp2(score - inf) = 0.
-    """
-    stride = tl.cdiv(q_len, PADDING) * PADDING
-    tiles = stride // ROWS
-    head = tl.program_id(0) // tiles
-    first = (tl.program_id(0) % tiles) * ROWS
-    rows = tl.arange(0, ROWS)
-    exists = first + rows < q_len
-    inside = exists[:, None] & (tl.arange(0, COLUMNS) < SIZE)[None, :]
-    out = head_of(OUT, head // heads, head % heads, out_strides)
-    out = tl.load(addresses(out, first, out_strides[2], rows, COLUMNS, WIDE), mask=inside, other=0.0)
-    grad = head_of(GRAD_OUT, head // heads, head % heads, grad_strides)
-    grad = tl.load(addresses(grad, first, grad_strides[2], rows, COLUMNS, WIDE), mask=inside, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    at = head.to(tl.int64) * q_len + first + rows
-    lse = tl.load(LSE + at, mask=exists, other=-float("inf"))
-    if HAS_GRAD_LSE:
-        delta -= tl.load(GRAD_LSE + at, mask=exists, other=0.0)
-    is_empty = lse == -float("inf")
-    at = head.to(tl.int64) * stride + first + rows
-    # The lse of an empty row is a constant, whatever gradient comes in.
-    tl.store(DELTA + at, tl.where(is_empty, 0.0, delta))
-    tl.store(LSE2 + at, tl.where(is_empty, float("inf"), lse * LOG2E))
 
 
 @triton.jit
@@ -97,6 +50,10 @@ def _walk_keys(
     k_len,
     c,
     inner,
+    head,
+    first,
+    drop,
+    regrow,
     MASKED: tl.constexpr,
     SPEC: tl.constexpr,
 ):
@@ -117,6 +74,8 @@ def _walk_keys(
         if MASKED and not SPEC.half:
             p = mask(p, patterns, marks, t, rows, cols, 0.0, COLS, SPEC)
         dp = tl.dot(grad, v.T, input_precision=SPEC.precision)
+        if SPEC.has_dropout:
+            dp = tl.where(keep_tile(drop, b, head, first + rows, j * COLS, COLS), dp * regrow, 0.0)
         ds = p * (dp - delta[:, None])
         if SPEC.is_capped:
             ds = ds * (1.0 - s * s)
@@ -130,7 +89,10 @@ def _walk_keys(
 
 
 @triton.jit(
-    do_not_specialize=["group_b", "group_h", "list_tiles", "is_ordered", "heads", "share", "q_len", "k_len"]
+    do_not_specialize=[
+        *("group_b", "group_h", "list_tiles", "is_ordered", "heads", "share", "q_len", "k_len"),
+        *("drop_above", "q_start"),
+    ]
 )
 def backward_query_kernel(
     Q,
@@ -162,6 +124,10 @@ def backward_query_kernel(
     c,
     inner,
     scale,
+    SEED,
+    drop_above,
+    q_start,
+    regrow,
     SPEC: tl.constexpr,
 ):
     """dq = scale * dS k. A program has one query tile of one head."""
@@ -188,6 +154,7 @@ def backward_query_kernel(
     at = (b * heads + h).to(tl.int64) * (tl.cdiv(q_len, PADDING) * PADDING) + i * ROWS + rows
     lse2, delta = tl.load(LSE2 + at), tl.load(DELTA + at)
     patterns += (i % (SPEC.tile // ROWS)) * (ROWS * SPEC.tile // 32)
+    drop = (tl.load(SEED), drop_above, q_start) if SPEC.has_dropout else None
     dq = tl.zeros([ROWS, D_COLUMNS], tl.float32)
     for PARTIAL in tl.static_range(2):
         dq = _walk_keys(
@@ -210,6 +177,10 @@ def backward_query_kernel(
             k_len,
             c,
             inner,
+            h,
+            i * ROWS,
+            drop,
+            regrow,
             PARTIAL,
             SPEC,
         )
@@ -239,6 +210,9 @@ def _walk_queries(
     q_len,
     c,
     inner,
+    first,
+    drop,
+    regrow,
     MASKED: tl.constexpr,
     SPEC: tl.constexpr,
 ):
@@ -259,10 +233,15 @@ def _walk_queries(
         p = tl.math.exp2(s * c - lse2[None, :])
         if MASKED:
             p = mask(p, patterns, marks, t, cols, rows, 0.0, ROWS, SPEC)
+        if SPEC.has_dropout:
+            kept = tl.trans(keep_tile(drop, b, h, j * ROWS + rows, first, SPEC.cols))
         if SPEC.needs_v:
-            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=SPEC.precision)
+            dropped = tl.where(kept, p, 0.0) if SPEC.has_dropout else p
+            dv = tl.dot(dropped.to(grad.dtype), grad, dv, input_precision=SPEC.precision)
         if SPEC.needs_k:
             dp = tl.dot(v, grad.T, input_precision=SPEC.precision)
+            if SPEC.has_dropout:
+                dp = tl.where(kept, dp * regrow, 0.0)
             ds = p * (dp - delta[None, :])
             if SPEC.is_capped:
                 ds = ds * (1.0 - s * s)
@@ -273,7 +252,10 @@ def _walk_queries(
 
 
 @triton.jit(
-    do_not_specialize=["group_b", "group_h", "list_tiles", "is_ordered", "key_heads", "q_len", "k_len"],
+    do_not_specialize=[
+        *("group_b", "group_h", "list_tiles", "is_ordered", "key_heads", "q_len", "k_len"),
+        *("drop_above", "q_start"),
+    ],
     do_not_specialize_on_alignment=["share"],  # but 1 is worth a kernel without the loop over heads
 )
 def backward_key_kernel(
@@ -308,6 +290,10 @@ def backward_key_kernel(
     c,
     inner,
     scale,
+    SEED,
+    drop_above,
+    q_start,
+    regrow,
     SPEC: tl.constexpr,
 ):
     """dk = scale * dS^T q and dv = P^T dout, summed over the query heads of a key head.
@@ -329,6 +315,7 @@ def backward_key_kernel(
     q_row = SPEC.row_strides[0] if SPEC.row_strides[0] else q_strides[2]
     grad_row = SPEC.row_strides[1] if SPEC.row_strides[1] else grad_strides[2]
     patterns += (i % (SPEC.tile // COLS)) * (COLS * SPEC.tile // 32)
+    drop = (tl.load(SEED), drop_above, q_start) if SPEC.has_dropout else None
     dk = tl.zeros([COLS, D_COLUMNS], tl.float32)
     dv = tl.zeros([COLS, E_COLUMNS], tl.float32)
     for number in tl.range(0, share):
@@ -359,6 +346,9 @@ def backward_key_kernel(
                 q_len,
                 c,
                 inner,
+                i * COLS,
+                drop,
+                regrow,
                 PARTIAL,
                 SPEC,
             )
@@ -366,34 +356,10 @@ def backward_key_kernel(
         base = head_of(DK, b, kh, dk_strides)
         store_rows(base, i * COLS, dk_strides[2], cols, k_len, dk * scale, SPEC.d, D_COLUMNS, SPEC)
     if SPEC.needs_v:
+        if SPEC.has_dropout:
+            dv = dv * regrow
         base = head_of(DV, b, kh, dv_strides)
         store_rows(base, i * COLS, dv_strides[2], cols, k_len, dv, SPEC.e, E_COLUMNS, SPEC)
-
-
-def row_sums(out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return delta and lse * log2(e), float32 [B, H, Q padded], as the backward kernels read them.
-
-    Args:
-        out: [B, H, Q, E], the last dimension dense.
-        lse: float32 [B, H, Q], dense.
-        grad_out: [B, H, Q, E], the last dimension dense.
-        grad_lse: float32 [B, H, Q], dense.
-    """
-    B, H, Q, E = out.shape
-    length = -(-Q // PADDING.value) * PADDING.value
-    delta, lse2 = (out.new_empty((B, H, length), dtype=torch.float32) for _ in range(2))
-    rows = 32 if E > 128 else 64
-    delta_kernel[B * H * (length // rows),](
-        *(out, grad_out, lse, grad_lse, delta, lse2),
-        *(out.stride()[:3], grad_out.stride()[:3], H, Q),
-        ROWS=rows,
-        SIZE=E,
-        COLUMNS=columns(E),
-        WIDE=max(out.stride(2), grad_out.stride(2)) >= WIDE_ROW,
-        HAS_GRAD_LSE=grad_lse is not None,
-        enable_fp_fusion=True,
-    )
-    return delta, lse2
 
 
 def tiles_backward_query(
@@ -409,6 +375,7 @@ def tiles_backward_query(
     *,
     scale: float,
     softcap: float = 0.0,
+    extras: Extras = PLAIN,
 ) -> None:
     """Write dq [B, H, Q, D] of the pairs in a layout's tiles, which are given by query.
 
@@ -422,6 +389,7 @@ def tiles_backward_query(
         *lists.arguments(),
         *(x.stride()[:3] for x in (q, k, v, grad_out, dq)),
         *(H, H // Hk, Q, K, numbers.c, numbers.inner, scale),
+        *extras.arguments(),
     )
     launch(
         backward_query_kernel,
@@ -432,6 +400,7 @@ def tiles_backward_query(
         Walked(k, v, (q, grad_out, dq)),
         lambda keys, values: (q, keys, values, *others),
         **numbers.present,
+        **extras.present,
     )
 
 
@@ -449,6 +418,7 @@ def tiles_backward_key(
     *,
     scale: float,
     softcap: float = 0.0,
+    extras: Extras = PLAIN,
 ) -> None:
     """Write dk [B, Hk, K, D] and dv [B, Hk, K, E], where given, of a layout's tiles, given by key.
 
@@ -464,6 +434,7 @@ def tiles_backward_key(
         *lists.arguments(),
         *(x.stride()[:3] for x in (q, k, v, grad_out, *written)),
         *(Hk, H // Hk, Q, K, numbers.c, numbers.inner, scale),
+        *extras.arguments(),
     )
     launch(
         backward_key_kernel,
@@ -476,4 +447,5 @@ def tiles_backward_key(
         needs_k=dk is not None,
         needs_v=dv is not None,
         **numbers.present,
+        **extras.present,
     )

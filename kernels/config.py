@@ -109,6 +109,7 @@ class Spec(NamedTuple):
     is_capped: bool = False
     is_negated: bool = False
     has_sink: bool = False
+    has_dropout: bool = False
     needs_k: bool = False
     needs_v: bool = False
 

@@ -89,7 +89,8 @@ def launch(
     """
     first, second = walked.first, walked.second
     choices = candidates(target, which, first.dtype, first.shape[3], second.shape[3], lists.size)
-    key = which, target, first.dtype, first.device, first.shape[3], second.shape[3], lists.size
+    sizes = first.shape[3], second.shape[3], lists.size
+    key = which, target, first.dtype, first.device, *sizes, *present.values()
     for i in range(_fitting.get(key, 0), len(choices)):
         config = choices[i]
         own, other = (config.cols, config.rows) if which == "backward_key" else (config.rows, config.cols)

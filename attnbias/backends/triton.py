@@ -15,6 +15,7 @@ from ..layouts.layout import FIELDS, SIZES, field_shapes
 from .strides import empty_like_query
 
 if TYPE_CHECKING:
+    from ..kernels.bias import Extras
     from ..kernels.config import Target
     from ..kernels.edge_items import EdgeLists
     from ..kernels.launch import Lists
@@ -42,7 +43,6 @@ def why_not(problem: Problem) -> list[str]:
         (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
         (problem.score is not None, f"score: only the dot product (None) yet, got {problem.score!r}"),
         (bool(problem.terms), f"terms: none on the Triton kernels yet, got {len(problem.terms)}"),
-        (problem.dropout_p > 0, f"dropout_p: only 0 on the Triton kernels yet, got {problem.dropout_p}"),
     )
     return [str(words) for is_so, words in refused if is_so]
 
@@ -61,16 +61,21 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     sink = None if call.sink is None else call.sink.float()
     has_tiles, has_edges = layout.tiles > 0, layout.edges > 0
     by_query, _, edges = _lists(layout)
+    extras = _extras(call)
     # The edges go on from the tiles' result, which is not rounded in between; the last one adds the sink.
     partly = torch.empty_like(out, dtype=torch.float32) if has_tiles and has_edges else out
     with _on(query.device):
         if has_tiles or not has_edges:
             last_sink = None if has_edges else sink
             target = _target(query.device)
-            tiles_forward(*inputs, partly, lse, by_query, target, sink=last_sink, **_numbers(call))
+            tiles_forward(
+                *inputs, partly, lse, by_query, target, sink=last_sink, extras=extras, **_numbers(call)
+            )
         if has_edges:
             start = (partly, lse) if has_tiles else None
-            edges_forward(*inputs, edges, out, lse, sink=sink, start=start, **_numbers(call))
+            edges_forward(
+                *inputs, edges, out, lse, dropout=extras.dropout, sink=sink, start=start, **_numbers(call)
+            )
     return out, lse
 
 
@@ -83,7 +88,7 @@ def backward(
     needs: Sequence[bool],
 ) -> list[Tensor]:
     """Compute the gradients of (query, key, value, sink); no elements where not needed."""
-    from ..kernels.backward import row_sums
+    from ..kernels.row_sums import row_sums
 
     inputs = call.query, call.key, call.value
     grads = [torch.empty_like(x) if need else x.new_empty(0) for x, need in zip(inputs, needs, strict=False)]
@@ -130,6 +135,7 @@ def _backward(
     inputs = _dense(call.query), _dense(call.key), _dense(call.value)
     by_query, by_key, edges = _lists(layout)
     has_tiles, has_edges = layout.tiles > 0, layout.edges > 0
+    extras = _extras(call)
     starts: list[Tensor | None] = [None, None, None]
     if sums is not None and (has_tiles or not has_edges):
         starts = dq, dk, dv = [
@@ -139,16 +145,27 @@ def _backward(
         given = *inputs, grad_out, *sums
         target = _target(call.query.device)
         if dq is not None:
-            tiles_backward_query(*given, dq, by_query, target, **_numbers(call))
+            tiles_backward_query(*given, dq, by_query, target, extras=extras, **_numbers(call))
         if (dk is not None or dv is not None) and call.key.shape[2]:
-            tiles_backward_key(*given, dk, dv, by_key, target, **_numbers(call))
+            tiles_backward_key(*given, dk, dv, by_key, target, extras=extras, **_numbers(call))
     if has_edges and any(x is not None for x in written):
         given_out = out, lse, grad_out, grad_lse
-        edges_backward(*inputs, edges, *given_out, written, starts=starts, **_numbers(call))
+        edges_backward(
+            *(*inputs, edges, *given_out, written),
+            dropout=extras.dropout,
+            starts=starts,
+            **_numbers(call),
+        )
 
 
 def _numbers(call: Call) -> dict[str, float]:
     return {"scale": call.scale, "softcap": call.softcap}
+
+
+def _extras(call: Call) -> Extras:
+    from ..kernels.bias import Dropout, Extras
+
+    return Extras(Dropout.of(call.dropout_p, call.seed, call.layout.q_start))
 
 
 def _target(device: torch.device) -> Target:
