@@ -7,15 +7,18 @@ dS = P * (dP - delta), dq = scale * dS k, dk = scale * dS^T q, dv = (Z * P)^T do
 # Triton gives kernels their types, from the arguments of a launch.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .bias import PLAIN, Extras, keep_tile
-from .config import Target
+from .bias import PLAIN, Diagonals, Extras, add_terms, keep_tile, store_diagonals, store_pairs
+from .config import Spec, Target
 from .launch import Lists, Numbers, Walked, launch
 from .row_sums import PADDING
 from .tile import (
+    NUMBERS,
     bounds,
     fetch,
     head_of,
@@ -53,7 +56,10 @@ def _walk_keys(
     head,
     first,
     drop,
-    regrow,
+    terms,
+    d_terms,
+    line,
+    q_len,
     MASKED: tl.constexpr,
     SPEC: tl.constexpr,
 ):
@@ -70,13 +76,21 @@ def _walk_keys(
         k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
         v = fetch(V, b, h, j, v_row, cols, k_len, COLS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
         s = score(q, k, inner, SPEC)
-        p = tl.math.exp2(s * c - lse2[:, None])
+        x = s * c
+        if SPEC.has_terms:
+            row, col = (first + rows)[:, None], (j * COLS + cols)[None, :]
+            x = add_terms(x, terms, b, head, row, col, q_len, k_len)
+        p = tl.math.exp2(x - lse2[:, None])
         if MASKED and not SPEC.half:
             p = mask(p, patterns, marks, t, rows, cols, 0.0, COLS, SPEC)
         dp = tl.dot(grad, v.T, input_precision=SPEC.precision)
         if SPEC.has_dropout:
-            dp = tl.where(keep_tile(drop, b, head, first + rows, j * COLS, COLS), dp * regrow, 0.0)
+            dp = tl.where(keep_tile(drop, b, head, first + rows, j * COLS, COLS), dp * drop[3], 0.0)
         ds = p * (dp - delta[:, None])
+        if d_terms[0] is not None:
+            store_pairs(ds, d_terms[0], line, row, col, q_len, k_len)
+        if d_terms[1] is not None:
+            store_diagonals(ds, d_terms[1], line, t, first // SPEC.rows, j, q_len, SPEC)
         if SPEC.is_capped:
             ds = ds * (1.0 - s * s)
         ds = ds.to(k.dtype)
@@ -88,12 +102,7 @@ def _walk_keys(
     return dq
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("group_b", "group_h", "list_tiles", "is_ordered", "heads", "share", "q_len", "k_len"),
-        *("drop_above", "q_start"),
-    ]
-)
+@triton.jit(do_not_specialize=[*NUMBERS, "share"])
 def backward_query_kernel(
     Q,
     K,
@@ -128,6 +137,8 @@ def backward_query_kernel(
     drop_above,
     q_start,
     regrow,
+    TERMS,
+    D_TERMS,
     SPEC: tl.constexpr,
 ):
     """dq = scale * dS k. A program has one query tile of one head."""
@@ -154,7 +165,7 @@ def backward_query_kernel(
     at = (b * heads + h).to(tl.int64) * (tl.cdiv(q_len, PADDING) * PADDING) + i * ROWS + rows
     lse2, delta = tl.load(LSE2 + at), tl.load(DELTA + at)
     patterns += (i % (SPEC.tile // ROWS)) * (ROWS * SPEC.tile // 32)
-    drop = (tl.load(SEED), drop_above, q_start) if SPEC.has_dropout else None
+    drop = (tl.load(SEED), drop_above, q_start, regrow) if SPEC.has_dropout else None
     dq = tl.zeros([ROWS, D_COLUMNS], tl.float32)
     for PARTIAL in tl.static_range(2):
         dq = _walk_keys(
@@ -180,7 +191,10 @@ def backward_query_kernel(
             h,
             i * ROWS,
             drop,
-            regrow,
+            TERMS,
+            D_TERMS,
+            b * heads + h,
+            q_len,
             PARTIAL,
             SPEC,
         )
@@ -212,7 +226,9 @@ def _walk_queries(
     inner,
     first,
     drop,
-    regrow,
+    d_key_bias,
+    terms,
+    k_len,
     MASKED: tl.constexpr,
     SPEC: tl.constexpr,
 ):
@@ -230,7 +246,11 @@ def _walk_queries(
         grad = fetch(GRAD_OUT, b, h, j, grad_row, rows, q_len, ROWS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
         lse2, delta = tl.load(LSE2 + j * ROWS + rows), tl.load(DELTA + j * ROWS + rows)
         s = score(k, q, inner, SPEC)  # [cols, rows]: transposed, as the patterns are
-        p = tl.math.exp2(s * c - lse2[None, :])
+        x = s * c
+        if SPEC.has_terms:
+            row, col = (j * ROWS + rows)[None, :], (first + cols)[:, None]
+            x = add_terms(x, terms, b, h, row, col, q_len, k_len)
+        p = tl.math.exp2(x - lse2[None, :])
         if MASKED:
             p = mask(p, patterns, marks, t, cols, rows, 0.0, ROWS, SPEC)
         if SPEC.has_dropout:
@@ -238,24 +258,24 @@ def _walk_queries(
         if SPEC.needs_v:
             dropped = tl.where(kept, p, 0.0) if SPEC.has_dropout else p
             dv = tl.dot(dropped.to(grad.dtype), grad, dv, input_precision=SPEC.precision)
-        if SPEC.needs_k:
+        if SPEC.needs_k or SPEC.needs_key_bias:
             dp = tl.dot(v, grad.T, input_precision=SPEC.precision)
             if SPEC.has_dropout:
-                dp = tl.where(kept, dp * regrow, 0.0)
+                dp = tl.where(kept, dp * drop[3], 0.0)
             ds = p * (dp - delta[None, :])
+            if SPEC.needs_key_bias:
+                d_key_bias += tl.sum(ds, 1)
             if SPEC.is_capped:
                 ds = ds * (1.0 - s * s)
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=SPEC.precision)
+            if SPEC.needs_k:
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=SPEC.precision)
         if SPEC.ahead:
             j = following
-    return dk, dv
+    return dk, dv, d_key_bias
 
 
 @triton.jit(
-    do_not_specialize=[
-        *("group_b", "group_h", "list_tiles", "is_ordered", "key_heads", "q_len", "k_len"),
-        *("drop_above", "q_start"),
-    ],
+    do_not_specialize=NUMBERS,
     do_not_specialize_on_alignment=["share"],  # but 1 is worth a kernel without the loop over heads
 )
 def backward_key_kernel(
@@ -294,6 +314,8 @@ def backward_key_kernel(
     drop_above,
     q_start,
     regrow,
+    TERMS,
+    D_KEY_BIAS,
     SPEC: tl.constexpr,
 ):
     """dk = scale * dS^T q and dv = P^T dout, summed over the query heads of a key head.
@@ -315,7 +337,7 @@ def backward_key_kernel(
     q_row = SPEC.row_strides[0] if SPEC.row_strides[0] else q_strides[2]
     grad_row = SPEC.row_strides[1] if SPEC.row_strides[1] else grad_strides[2]
     patterns += (i % (SPEC.tile // COLS)) * (COLS * SPEC.tile // 32)
-    drop = (tl.load(SEED), drop_above, q_start) if SPEC.has_dropout else None
+    drop = (tl.load(SEED), drop_above, q_start, regrow) if SPEC.has_dropout else None
     dk = tl.zeros([COLS, D_COLUMNS], tl.float32)
     dv = tl.zeros([COLS, E_COLUMNS], tl.float32)
     for number in tl.range(0, share):
@@ -324,8 +346,9 @@ def backward_key_kernel(
             group, group_b, group_h, ptr, b, h, listed, list_tiles, i * COLS < k_len, STEPS
         )
         at = (b * (key_heads * share) + h).to(tl.int64) * (tl.cdiv(q_len, PADDING) * PADDING)
+        d_key_bias = tl.zeros([COLS], tl.float32)
         for PARTIAL in tl.static_range(2):
-            dk, dv = _walk_queries(
+            dk, dv, d_key_bias = _walk_queries(
                 dk,
                 dv,
                 k,
@@ -348,10 +371,15 @@ def backward_key_kernel(
                 inner,
                 i * COLS,
                 drop,
-                regrow,
+                d_key_bias,
+                TERMS,
+                k_len,
                 PARTIAL,
                 SPEC,
             )
+        if SPEC.needs_key_bias:
+            at = (b * (key_heads * share) + h).to(tl.int64) * k_len + i * COLS + cols
+            tl.store(D_KEY_BIAS + at, d_key_bias, mask=i * COLS + cols < k_len)
     if SPEC.needs_k:
         base = head_of(DK, b, kh, dk_strides)
         store_rows(base, i * COLS, dk_strides[2], cols, k_len, dk * scale, SPEC.d, D_COLUMNS, SPEC)
@@ -376,14 +404,27 @@ def tiles_backward_query(
     scale: float,
     softcap: float = 0.0,
     extras: Extras = PLAIN,
-) -> None:
+    d_pairs: Tensor | None = None,
+    needs_relative: bool = False,
+) -> Tensor | None:
     """Write dq [B, H, Q, D] of the pairs in a layout's tiles, which are given by query.
 
     ``delta`` and ``lse2`` come from ``row_sums``; the rest is as in ``tiles_forward``.
+    The gradients of the terms of all pairs go to ``d_pairs``, float32 [B, H, Q, K], zeros before, if given.
+
+    Returns:
+        The gradient of the part ``relative``, float32 [B, H, Q + K - 1], if needed.
     """
     B, H, Q, _ = q.shape
     Hk, K = k.shape[1:3]
     numbers = Numbers.of(scale, softcap)
+    diagonals: list[Diagonals] = []
+
+    def arguments(spec: Spec, keys: Any, values: Any) -> tuple[Any, ...]:
+        if needs_relative:
+            diagonals[:] = [Diagonals(lists, spec, B, H, Q, K)]
+        return q, keys, values, *others, (d_pairs, diagonals[0].arguments() if diagonals else None)
+
     others = (
         *(grad_out, lse2, delta, dq),
         *lists.arguments(),
@@ -398,10 +439,11 @@ def tiles_backward_query(
         B * H,
         lists,
         Walked(k, v, (q, grad_out, dq)),
-        lambda keys, values: (q, keys, values, *others),
+        arguments,
         **numbers.present,
         **extras.present,
     )
+    return diagonals[0].add_up() if diagonals else None
 
 
 def tiles_backward_key(
@@ -419,10 +461,12 @@ def tiles_backward_key(
     scale: float,
     softcap: float = 0.0,
     extras: Extras = PLAIN,
+    d_key_bias: Tensor | None = None,
 ) -> None:
     """Write dk [B, Hk, K, D] and dv [B, Hk, K, E], where given, of a layout's tiles, given by key.
 
-    ``delta`` and ``lse2`` come from ``row_sums``; the rest is as in ``tiles_forward``.
+    The gradient of the part ``key`` goes to ``d_key_bias``, float32 [B, H, K], if given. ``delta`` and
+    ``lse2`` come from ``row_sums``; the rest is as in ``tiles_forward``.
     """
     B, H, Q, _ = q.shape
     Hk, K = k.shape[1:3]
@@ -435,6 +479,7 @@ def tiles_backward_key(
         *(x.stride()[:3] for x in (q, k, v, grad_out, *written)),
         *(Hk, H // Hk, Q, K, numbers.c, numbers.inner, scale),
         *extras.arguments(),
+        d_key_bias,
     )
     launch(
         backward_key_kernel,
@@ -443,9 +488,10 @@ def tiles_backward_key(
         B * Hk,
         lists,
         Walked(q, grad_out, (k, v, *written)),
-        lambda queries, grads: (queries, k, v, grads, *others),
+        lambda _, queries, grads: (queries, k, v, grads, *others),
         needs_k=dk is not None,
         needs_v=dv is not None,
+        needs_key_bias=d_key_bias is not None,
         **numbers.present,
         **extras.present,
     )

@@ -45,7 +45,7 @@ MOST_CELLS = 65535  # where the second axis of a grid ends
 STRIDED = ("q", "k", "v", "out", "start", "start_k", "start_v", "grad_out", "grad_q", "grad_k", "grad_v")
 NUMBERS = (
     *("item_count", "cut_count", "pieces", "places", "first_cell", "cell_heads", "share"),
-    *("lse_b", "lse_h", "grad_lse_b", "grad_lse_h", "grad_lse_q", "bias_e", "bias_h"),
+    *("lse_b", "lse_h", "grad_lse_b", "grad_lse_h", "grad_lse_q", "bias_b", "bias_e", "bias_h"),
     *("drop_above", "q_start"),
     *(f"{name}_{letter}" for name in STRIDED for letter in "bh"),
 )
@@ -92,6 +92,7 @@ def edge_forward(
     start_at,
     lse_b,
     lse_h,
+    bias_b,
     bias_e,
     bias_h,
     seed,
@@ -132,7 +133,7 @@ def edge_forward(
         acc = load_nodes(heads_at(out_start, start_b, start_h, b, h, 1), start_at, row, E, E_PAD, 1)
         acc = tl.where(total[:, :, None] > 0, acc, 0.0)
     before = acc
-    drop = None if seed is None else (tl.load(seed), drop_above, q_start)
+    drop = None if seed is None else (tl.load(seed), drop_above, q_start, regrow)
 
     e = begin[None, :] + tl.arange(0, STEP)[:, None]  # [S, L]
     last = tl.maximum(end - 1, 0)[None, :]
@@ -142,7 +143,9 @@ def edge_forward(
         kk = load_nodes(keys, k_at, key, D, D_PAD, ALIGN)  # [S, L, H, D]
         vv = load_nodes(values, v_at, key, E, E_PAD, ALIGN)  # [S, L, H, E]
         if bias is not None:
-            number = tl.load(edge_id + tl.minimum(e, last))
+            number = tl.minimum(e, last)
+            if edge_id is not None:
+                number = tl.load(edge_id + number)
         if seed is not None:
             kept_pair = keep_pairs(
                 drop, b[None, :, None], h[None], row[None, :, None], key[:, :, None]
@@ -150,7 +153,7 @@ def edge_forward(
         is_edge = e < end[None, :]
         e += STEP
         key = tl.load(edge_key + tl.minimum(e, last))
-        s, _slope = score(kept, kk, outer, bias, bias_e, bias_h, number, h, CAPPED)
+        s, _slope = score(kept, kk, outer, bias, bias_b, bias_e, bias_h, number, b, h, CAPPED)
         s = tl.where(is_edge[:, :, None], s, -float("inf"))
         top = tl.maximum(m, tl.max(s, 0))
         safe = tl.where(top == -float("inf"), 0.0, top)
@@ -417,7 +420,7 @@ def edges_forward(
         lse: float32 [B, H, Q], dense rows, written.
         scale: factor of the dot products.
         softcap: c of ``c * tanh(score / c)``; 0 is off.
-        bias: a number per edge in the caller's order, [edges] or [edges, H].
+        bias: a number per edge in the caller's order, [edges] or [edges, H]; or in the lists', [B, H, edges].
         dropout: of the weights.
         sink: one more logit per head, without a value, float32 [H].
         start: (out, lse) of other keys to go on from, both float32; they may be the tensors that are written.
@@ -446,7 +449,7 @@ def edges_forward(
             bias,
             sink,
             lists.edge_key,
-            lists.edge_id,
+            None if is_listed(bias) else lists.edge_id,
             tuple(launch.side.items),
             count,
             launch.side.pieces,
@@ -472,8 +475,15 @@ def edges_forward(
     launch.merge(part, out, out_start, part_lse, lse, lse_start, sink)
 
 
-def bias_strides(bias: Tensor | None) -> tuple[int, int]:
-    """Return the strides (edge, head) of a bias; 0 for one number for all heads."""
+def is_listed(bias: Tensor | None) -> bool:
+    """Whether a bias is in the order of the lists, [B, H, edges], and not in the caller's."""
+    return bias is not None and bias.dim() == 3
+
+
+def bias_strides(bias: Tensor | None) -> tuple[int | None, int, int]:
+    """Return the strides (batch, edge, head) of a bias; 0 for one number for all, None: no argument."""
     if bias is None:
-        return 0, 0
-    return bias.stride(0), bias.stride(1) if bias.dim() == 2 else 0
+        return None, 0, 0
+    if is_listed(bias):
+        return bias.stride(0), bias.stride(2), bias.stride(1)
+    return 0, bias.stride(0), bias.stride(1) if bias.dim() == 2 else 0

@@ -20,7 +20,7 @@ from torch import Tensor
 from .bias import NO_DROPOUT, Dropout, keep_pairs
 from .edge_items import EdgeLists
 from .edge_tile import first_line, heads_at, lines_at, load_nodes, locate, score, store_sum
-from .edges import NUMBERS, OPTIONS, Launch, alignment, bias_strides, factors, known_one, strides
+from .edges import NUMBERS, OPTIONS, Launch, alignment, bias_strides, factors, is_listed, known_one, strides
 from .tile import LOG2E
 
 
@@ -78,6 +78,7 @@ def edge_rows(
     grad_lse_b,
     grad_lse_h,
     grad_lse_q,
+    bias_b,
     bias_e,
     bias_h,
     seed,
@@ -120,7 +121,7 @@ def edge_rows(
     keys = heads_at(k, k_b, k_h, b, h // share, ALIGN)
     values = heads_at(v, v_b, v_h, b, h // share, ALIGN)
 
-    drop = None if seed is None else (tl.load(seed), drop_above, q_start)
+    drop = None if seed is None else (tl.load(seed), drop_above, q_start, regrow)
     acc = tl.zeros([LANES, HEADS, D_PAD], tl.float32)
     origin = first_line(first_place, places, cell, inner_b)
     e = begin[None, :] + tl.arange(0, STEP)[:, None]  # [S, L]
@@ -131,14 +132,16 @@ def edge_rows(
         kk = load_nodes(keys, k_at, key, D, D_PAD, ALIGN).to(tl.float32)  # [S, L, H, D]
         vv = load_nodes(values, v_at, key, E, E_PAD, ALIGN)  # [S, L, H, E]
         if bias is not None:
-            number = tl.load(edge_id + tl.minimum(e, last))
+            number = tl.minimum(e, last)
+            if edge_id is not None:
+                number = tl.load(edge_id + number)
         if seed is not None:
             kept_pair = keep_pairs(
                 drop, b[None, :, None], h[None], row[None, :, None], key[:, :, None]
             )  # [S, L, H]
         key = tl.load(edge_key + tl.minimum(e + STEP, last))
         is_edge = (e < end[None, :])[:, :, None] & (h >= 0)[None]
-        s, slope = score(kept, kk, outer, bias, bias_e, bias_h, number, h, CAPPED)
+        s, slope = score(kept, kk, outer, bias, bias_b, bias_e, bias_h, number, b, h, CAPPED)
         p = tl.where(is_edge, tl.math.exp2(s - lse2[None]), 0.0)
         dp = tl.sum(d_out[None] * vv.to(tl.float32), 3)  # [S, L, H]
         if seed is not None:
@@ -330,7 +333,7 @@ def edges_backward(
         grads: of query, key and value, written; None where not wanted.
         scale: factor of the dot products.
         softcap: c of ``c * tanh(score / c)``; 0 is off.
-        bias: a number per edge in the caller's order, [edges] or [edges, H].
+        bias: a number per edge in the caller's order, [edges] or [edges, H]; or in the lists', [B, H, edges].
         needs_bias: whether the gradient of bias is wanted.
         dropout: of the weights.
         starts: what to add to each gradient, float32 or None; it may be the gradient that is written.
@@ -366,7 +369,7 @@ def edges_backward(
             grad_bias,
             bias,
             lists.edge_key,
-            lists.edge_id,
+            None if is_listed(bias) else lists.edge_id,
             lists.first_place,
             tuple(launch.side.items),
             count,
@@ -471,9 +474,16 @@ def _columns(
 
 def _sum_bias(by_place: Tensor, lists: EdgeLists, bias: Tensor) -> Tensor:
     """Add up the gradients [batches, places, heads of a cell] of each number of ``bias``, in its order."""
-    total = by_place.sum(0)  # [places, heads of a cell]
     grad = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
     batch, heads = lists.group.shape
+    if is_listed(bias):
+        cell = lists.place_cell
+        edge = torch.arange(lists.places, device=bias.device) - lists.first_place[cell]
+        by_cell = grad.view(batch, bias.shape[0] // batch, heads, bias.shape[1] // heads, -1)
+        # Indices on both sides of a slice put theirs first: [places, batches, heads of a cell].
+        by_cell[cell // heads, :, cell % heads, :, edge] = by_place.transpose(0, 1)
+        return grad
+    total = by_place.sum(0)  # [places, heads of a cell]
     index: tuple[Tensor, ...] = (lists.place_id,)
     if bias.dim() == 1:
         total = total.sum(1)

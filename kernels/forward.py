@@ -6,12 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .bias import PLAIN, Extras, keep_tile
+from .bias import PLAIN, Extras, add_terms, keep_tile
 from .config import Target
 from .launch import Lists, Numbers, Walked, launch
 from .tile import (
     LN2,
     LOG2E,
+    NUMBERS,
     add_pairs,
     bounds,
     exp2,
@@ -76,6 +77,8 @@ def _walk_keys(
     head,
     first,
     drop,
+    terms,
+    q_len,
     MASKED: tl.constexpr,
     SPEC: tl.constexpr,
 ):
@@ -92,20 +95,21 @@ def _walk_keys(
         k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
         s = score(q, k, inner, SPEC)
         v = fetch(V, b, h, j, v_row, cols, k_len, COLS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
+        if SPEC.has_terms:
+            row, col = (first + rows)[:, None], (j * COLS + cols)[None, :]
+            s = add_terms(s * c, terms, b, head, row, col, q_len, k_len)
         if MASKED:
             s = mask(s, patterns, marks, t, rows, cols, -float("inf"), COLS, SPEC)
-        acc, m, total = _accumulate(acc, m, total, s, v, cols, c, drop, b, head, first + rows, j * COLS, SPEC)
+        factor = 1.0 if SPEC.has_terms else c
+        acc, m, total = _accumulate(
+            acc, m, total, s, v, cols, factor, drop, b, head, first + rows, j * COLS, SPEC
+        )
         if SPEC.ahead:
             j = following
     return acc, m, total
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("group_b", "group_h", "list_tiles", "is_ordered", "heads", "share", "q_len", "k_len"),
-        *("drop_above", "q_start"),
-    ]
-)
+@triton.jit(do_not_specialize=[*NUMBERS, "share"])
 def forward_kernel(
     Q,
     K,
@@ -138,6 +142,7 @@ def forward_kernel(
     drop_above,
     q_start,
     regrow,
+    TERMS,
     SPEC: tl.constexpr,
 ):
     """out = softmax(score) v and lse = log(sum(exp(score))) over the listed tiles; 0 and -inf for empty rows.
@@ -163,7 +168,7 @@ def forward_kernel(
     if SPEC.is_negated:  # the maximum is of scores that are yet to be multiplied by c > 0
         q = -q
     patterns += (i % (SPEC.tile // ROWS)) * (ROWS * SPEC.tile // 32)
-    drop = (tl.load(SEED), drop_above, q_start) if SPEC.has_dropout else None
+    drop = (tl.load(SEED), drop_above, q_start, regrow) if SPEC.has_dropout else None
     m = tl.full([ROWS], 0.0, tl.float32) + start
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, E_COLUMNS], tl.float32)
@@ -190,10 +195,13 @@ def forward_kernel(
             h,
             i * ROWS,
             drop,
+            TERMS,
+            q_len,
             PARTIAL,
             SPEC,
         )
-    m = m * c
+    if not SPEC.has_terms:
+        m = m * c
     shrink = tl.full([ROWS], 1.0, tl.float32)
     if SPEC.has_sink:
         sink = tl.load(SINK + h) * LOG2E
@@ -240,15 +248,17 @@ def tiles_forward(
         scale: factor of the products.
         softcap: 0 is off.
         sink: float32 [H].
-        extras: dropout.
+        extras: dropout and score terms.
     """
     B, H, Q, _ = q.shape
     Hk, K = k.shape[1:3]
     numbers = Numbers.of(scale, softcap)
+    # Terms are added to what is multiplied by c already.
+    start = numbers.start if extras.terms is None else -3e38
     others = (
         *lists.arguments(),
         *(x.stride()[:3] for x in (q, k, v, out)),
-        *(H, H // Hk, Q, K, numbers.c, numbers.inner, numbers.start),
+        *(H, H // Hk, Q, K, numbers.c, numbers.inner, start),
         *extras.arguments(),
     )
     launch(
@@ -258,7 +268,7 @@ def tiles_forward(
         B * H,
         lists,
         Walked(k, v, (q, out)),
-        lambda keys, values: (q, keys, values, out, lse, sink, *others),
+        lambda _, keys, values: (q, keys, values, out, lse, sink, *others),
         has_sink=sink is not None,
         **numbers.present,
         **extras.present,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import test_terms
 import torch
 
 import attnbias as ab
@@ -108,3 +109,32 @@ def check_dropout(p, relation, form, dtype):
         assert_no_worse(name, *three, 2.0 if name in ("out", "lse") else 3.0, magnitude=sizes[name])
     assert p < 1 or not got[0].any()
     assert p > 0.01 or math.isfinite(got[0].sum())
+
+
+TERMS = test_terms.make_terms()
+EDGES = ab.Where(lambda q, k: (q * 7 + k * 3) % 97 == 0)  # one in a row
+
+
+@interpreted
+@pytest.mark.parametrize("name", TERMS)
+def test_each_term(name):
+    leaves, term = TERMS[name]
+    relation = test_terms.RELATIONS["empty rows" if "key" in name else "causal"]
+    test_terms.check("triton", relation, leaves, [term])
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("relation", "dtype"), [("per head", torch.float32), ("edges", torch.float16)], ids=str
+)
+def test_all_terms_together(relation, dtype):
+    made = test_terms.make_terms(dtype).values()
+    leaves = [leaf for each, _ in made for leaf in each]
+    chosen = {"edges": EDGES, **test_terms.RELATIONS}[relation]
+    test_terms.check("triton", chosen, leaves, [term for _, term in made], dtype, softcap=4.0)
+
+
+@interpreted
+def test_the_rest_of_test_terms():
+    test_terms.test_gradients_are_the_same_bits_each_time("triton")
+    test_terms.test_a_term_of_minus_infinity_removes_the_pair("triton")

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..kernels.config import target_of
 from ..layouts.layout import FIELDS, SIZES, field_shapes
+from ..terms import why_not_parts
+from . import triton_terms
 from .strides import empty_like_query
 
 if TYPE_CHECKING:
@@ -42,9 +44,8 @@ def why_not(problem: Problem) -> list[str]:
         (query.dtype not in DTYPES, f"dtype: float32, float16 or bfloat16, got {query.dtype}"),
         (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
         (problem.score is not None, f"score: only the dot product (None) yet, got {problem.score!r}"),
-        (bool(problem.terms), f"terms: none on the Triton kernels yet, got {len(problem.terms)}"),
     )
-    return [str(words) for is_so, words in refused if is_so]
+    return [str(words) for is_so, words in refused if is_so] + why_not_parts(problem.terms)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -74,7 +75,12 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         if has_edges:
             start = (partly, lse) if has_tiles else None
             edges_forward(
-                *inputs, edges, out, lse, dropout=extras.dropout, sink=sink, start=start, **_numbers(call)
+                *(*inputs, edges, out, lse),
+                bias=triton_terms.bias_of_edges(call),
+                dropout=extras.dropout,
+                sink=sink,
+                start=start,
+                **_numbers(call),
             )
     return out, lse
 
@@ -87,7 +93,7 @@ def backward(
     grad_lse: Tensor | None,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    """Compute the gradients of (query, key, value, sink); no elements where not needed."""
+    """Compute the gradients of (query, key, value, sink, *terms); no elements where not needed."""
     from ..kernels.row_sums import row_sums
 
     inputs = call.query, call.key, call.value
@@ -97,7 +103,8 @@ def backward(
     if call.sink is not None and needs[3]:
         d_sink = [torch.zeros_like(call.sink)]
     if not lse.numel():
-        return [*(grad.zero_() for grad in grads), *d_sink, *rest]
+        parts = triton_terms.Gradients(call, needs[4:]).finish() if call.spec else []
+        return [*(grad.zero_() for grad in grads), *d_sink, *parts, *rest[len(parts) :]]
     # A gradient lies in memory like its input; the kernels write dense rows.
     written = [_empty_dense(grad) if need else None for grad, need in zip(grads, needs, strict=False)]
     out, grad_out = _dense(out), _dense(grad_out)
@@ -107,7 +114,7 @@ def backward(
         # Edges alone compute them on their way.
         needs_sums = call.layout.tiles > 0 or not call.layout.edges or d_sink[0].numel() > 0
         sums = row_sums(out, lse, grad_out, grad_lse) if needs_sums else None
-        _backward(call, out, lse, grad_out, grad_lse, sums, written)
+        parts = _backward(call, out, lse, grad_out, grad_lse, sums, written, needs[4:])
     for grad, rows in zip(grads, written, strict=True):
         if rows is not None and rows is not grad:
             grad.copy_(rows)
@@ -115,7 +122,7 @@ def backward(
         delta, lse2 = sums
         share = torch.exp2(call.sink.float()[:, None] * LOG2E - lse2)  # [B, H, Q padded]
         d_sink[0].copy_(-(share * delta).sum((0, 2), dtype=torch.float64))
-    return [*grads, *d_sink, *rest]
+    return [*grads, *d_sink, *parts, *rest[len(parts) :]]
 
 
 def _backward(
@@ -126,8 +133,13 @@ def _backward(
     grad_lse: Tensor | None,
     sums: tuple[Tensor, Tensor] | None,
     written: list[Tensor | None],
-) -> None:
-    """Write dq, dk and dv where there is a place for them: of the tiles, then with the edges added."""
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Write dq, dk and dv where there is a place for them: of the tiles, then with the edges added.
+
+    Returns:
+        The gradients of the terms' parts.
+    """
     from ..kernels.backward import tiles_backward_key, tiles_backward_query
     from ..kernels.edges_backward import edges_backward
 
@@ -136,6 +148,7 @@ def _backward(
     by_query, by_key, edges = _lists(layout)
     has_tiles, has_edges = layout.tiles > 0, layout.edges > 0
     extras = _extras(call)
+    parts = triton_terms.Gradients(call, needs)
     starts: list[Tensor | None] = [None, None, None]
     if sums is not None and (has_tiles or not has_edges):
         starts = dq, dk, dv = [
@@ -144,18 +157,30 @@ def _backward(
         ]
         given = *inputs, grad_out, *sums
         target = _target(call.query.device)
-        if dq is not None:
-            tiles_backward_query(*given, dq, by_query, target, extras=extras, **_numbers(call))
-        if (dk is not None or dv is not None) and call.key.shape[2]:
-            tiles_backward_key(*given, dk, dv, by_key, target, extras=extras, **_numbers(call))
-    if has_edges and any(x is not None for x in written):
+        needs_relative = parts.relative is not None
+        if dq is not None or needs_relative or parts.by_pair is not None:
+            parts.relative = tiles_backward_query(
+                *(*given, torch.empty_like(inputs[0]) if dq is None else dq, by_query, target),
+                extras=extras,
+                d_pairs=parts.by_pair,
+                needs_relative=needs_relative,
+                **_numbers(call),
+            )
+        if (dk is not None or dv is not None or parts.key is not None) and call.key.shape[2]:
+            tiles_backward_key(
+                *given, dk, dv, by_key, target, extras=extras, d_key_bias=parts.key, **_numbers(call)
+            )
+    if has_edges and (parts.wanted or any(x is not None for x in written)):
         given_out = out, lse, grad_out, grad_lse
-        edges_backward(
+        parts.edges = edges_backward(
             *(*inputs, edges, *given_out, written),
+            bias=triton_terms.bias_of_edges(call),
+            needs_bias=bool(parts.wanted),
             dropout=extras.dropout,
             starts=starts,
             **_numbers(call),
         )
+    return parts.finish()
 
 
 def _numbers(call: Call) -> dict[str, float]:
@@ -165,7 +190,8 @@ def _numbers(call: Call) -> dict[str, float]:
 def _extras(call: Call) -> Extras:
     from ..kernels.bias import Dropout, Extras
 
-    return Extras(Dropout.of(call.dropout_p, call.seed, call.layout.q_start))
+    dropout = Dropout.of(call.dropout_p, call.seed, call.layout.q_start)
+    return Extras(dropout, triton_terms.pack(call))
 
 
 def _target(device: torch.device) -> Target:
