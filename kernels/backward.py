@@ -1,21 +1,24 @@
 """The backward pass over a layout's tiles: by query for dq, by key for dk and dv. No atomics.
 
-With P = exp(score - lse), dP = dout v^T and delta = rowsum(out * dout) - dlse:
-dS = P * (dP - delta), dq = scale * dS k, dk = scale * dS^T q, dv = P^T dout.
+With P = exp(score - lse), Z = 1 or what dropout multiplies P by, dP = Z * (dout v^T) and
+delta = rowsum(out * dout) - dlse:
+dS = P * (dP - delta), dq = scale * dS k, dk = scale * dS^T q, dv = (Z * P)^T dout.
 """
 # Triton gives kernels their types, from the arguments of a launch.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import Target
-from .launch import WIDE_ROW, Lists, Numbers, Walked, columns, launch
+from .bias import PLAIN, Diagonals, Extras, add_terms, keep_tile, store_diagonals, store_pairs
+from .config import Spec, Target
+from .launch import Lists, Numbers, Walked, launch
+from .row_sums import PADDING
 from .tile import (
-    LOG2E,
-    addresses,
+    NUMBERS,
     bounds,
     fetch,
     head_of,
@@ -27,53 +30,6 @@ from .tile import (
     store_rows,
     walk,
 )
-
-PADDING = tl.constexpr(128)  # delta and lse are padded to a multiple of every tile
-
-
-@triton.jit(do_not_specialize=["heads", "q_len"])
-def delta_kernel(
-    OUT,
-    GRAD_OUT,
-    LSE,
-    GRAD_LSE,
-    DELTA,
-    LSE2,
-    out_strides,
-    grad_strides,
-    heads,
-    q_len,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDE: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr,
-):
-    """delta = rowsum(out * dout) - dlse and lse * log2(e), padded, so that no loop checks their bounds.
-
-    Rows that are empty or do not exist get 0 and +inf: exp2(score - inf) = 0.
-    """
-    stride = tl.cdiv(q_len, PADDING) * PADDING
-    tiles = stride // ROWS
-    head = tl.program_id(0) // tiles
-    first = (tl.program_id(0) % tiles) * ROWS
-    rows = tl.arange(0, ROWS)
-    exists = first + rows < q_len
-    inside = exists[:, None] & (tl.arange(0, COLUMNS) < SIZE)[None, :]
-    out = head_of(OUT, head // heads, head % heads, out_strides)
-    out = tl.load(addresses(out, first, out_strides[2], rows, COLUMNS, WIDE), mask=inside, other=0.0)
-    grad = head_of(GRAD_OUT, head // heads, head % heads, grad_strides)
-    grad = tl.load(addresses(grad, first, grad_strides[2], rows, COLUMNS, WIDE), mask=inside, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    at = head.to(tl.int64) * q_len + first + rows
-    lse = tl.load(LSE + at, mask=exists, other=-float("inf"))
-    if HAS_GRAD_LSE:
-        delta -= tl.load(GRAD_LSE + at, mask=exists, other=0.0)
-    is_empty = lse == -float("inf")
-    at = head.to(tl.int64) * stride + first + rows
-    # The lse of an empty row is a constant, whatever gradient comes in.
-    tl.store(DELTA + at, tl.where(is_empty, 0.0, delta))
-    tl.store(LSE2 + at, tl.where(is_empty, float("inf"), lse * LOG2E))
 
 
 @triton.jit
@@ -97,6 +53,13 @@ def _walk_keys(
     k_len,
     c,
     inner,
+    head,
+    first,
+    drop,
+    terms,
+    d_terms,
+    line,
+    q_len,
     MASKED: tl.constexpr,
     SPEC: tl.constexpr,
 ):
@@ -113,11 +76,21 @@ def _walk_keys(
         k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
         v = fetch(V, b, h, j, v_row, cols, k_len, COLS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
         s = score(q, k, inner, SPEC)
-        p = tl.math.exp2(s * c - lse2[:, None])
+        x = s * c
+        if SPEC.has_terms:
+            row, col = (first + rows)[:, None], (j * COLS + cols)[None, :]
+            x = add_terms(x, terms, b, head, row, col, q_len, k_len)
+        p = tl.math.exp2(x - lse2[:, None])
         if MASKED and not SPEC.half:
             p = mask(p, patterns, marks, t, rows, cols, 0.0, COLS, SPEC)
         dp = tl.dot(grad, v.T, input_precision=SPEC.precision)
+        if SPEC.has_dropout:
+            dp = tl.where(keep_tile(drop, b, head, first + rows, j * COLS, COLS), dp * drop[3], 0.0)
         ds = p * (dp - delta[:, None])
+        if d_terms[0] is not None:
+            store_pairs(ds, d_terms[0], line, row, col, q_len, k_len)
+        if d_terms[1] is not None:
+            store_diagonals(ds, d_terms[1], line, t, first // SPEC.rows, j, q_len, SPEC)
         if SPEC.is_capped:
             ds = ds * (1.0 - s * s)
         ds = ds.to(k.dtype)
@@ -129,9 +102,7 @@ def _walk_keys(
     return dq
 
 
-@triton.jit(
-    do_not_specialize=["group_b", "group_h", "list_tiles", "is_ordered", "heads", "share", "q_len", "k_len"]
-)
+@triton.jit(do_not_specialize=[*NUMBERS, "share"])
 def backward_query_kernel(
     Q,
     K,
@@ -162,6 +133,12 @@ def backward_query_kernel(
     c,
     inner,
     scale,
+    SEED,
+    drop_above,
+    q_start,
+    regrow,
+    TERMS,
+    D_TERMS,
     SPEC: tl.constexpr,
 ):
     """dq = scale * dS k. A program has one query tile of one head."""
@@ -188,6 +165,7 @@ def backward_query_kernel(
     at = (b * heads + h).to(tl.int64) * (tl.cdiv(q_len, PADDING) * PADDING) + i * ROWS + rows
     lse2, delta = tl.load(LSE2 + at), tl.load(DELTA + at)
     patterns += (i % (SPEC.tile // ROWS)) * (ROWS * SPEC.tile // 32)
+    drop = (tl.load(SEED), drop_above, q_start, regrow) if SPEC.has_dropout else None
     dq = tl.zeros([ROWS, D_COLUMNS], tl.float32)
     for PARTIAL in tl.static_range(2):
         dq = _walk_keys(
@@ -210,6 +188,13 @@ def backward_query_kernel(
             k_len,
             c,
             inner,
+            h,
+            i * ROWS,
+            drop,
+            TERMS,
+            D_TERMS,
+            b * heads + h,
+            q_len,
             PARTIAL,
             SPEC,
         )
@@ -239,6 +224,11 @@ def _walk_queries(
     q_len,
     c,
     inner,
+    first,
+    drop,
+    d_key_bias,
+    terms,
+    k_len,
     MASKED: tl.constexpr,
     SPEC: tl.constexpr,
 ):
@@ -256,24 +246,36 @@ def _walk_queries(
         grad = fetch(GRAD_OUT, b, h, j, grad_row, rows, q_len, ROWS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
         lse2, delta = tl.load(LSE2 + j * ROWS + rows), tl.load(DELTA + j * ROWS + rows)
         s = score(k, q, inner, SPEC)  # [cols, rows]: transposed, as the patterns are
-        p = tl.math.exp2(s * c - lse2[None, :])
+        x = s * c
+        if SPEC.has_terms:
+            row, col = (j * ROWS + rows)[None, :], (first + cols)[:, None]
+            x = add_terms(x, terms, b, h, row, col, q_len, k_len)
+        p = tl.math.exp2(x - lse2[None, :])
         if MASKED:
             p = mask(p, patterns, marks, t, cols, rows, 0.0, ROWS, SPEC)
+        if SPEC.has_dropout:
+            kept = tl.trans(keep_tile(drop, b, h, j * ROWS + rows, first, SPEC.cols))
         if SPEC.needs_v:
-            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=SPEC.precision)
-        if SPEC.needs_k:
+            dropped = tl.where(kept, p, 0.0) if SPEC.has_dropout else p
+            dv = tl.dot(dropped.to(grad.dtype), grad, dv, input_precision=SPEC.precision)
+        if SPEC.needs_k or SPEC.needs_key_bias:
             dp = tl.dot(v, grad.T, input_precision=SPEC.precision)
+            if SPEC.has_dropout:
+                dp = tl.where(kept, dp * drop[3], 0.0)
             ds = p * (dp - delta[None, :])
+            if SPEC.needs_key_bias:
+                d_key_bias += tl.sum(ds, 1)
             if SPEC.is_capped:
                 ds = ds * (1.0 - s * s)
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=SPEC.precision)
+            if SPEC.needs_k:
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=SPEC.precision)
         if SPEC.ahead:
             j = following
-    return dk, dv
+    return dk, dv, d_key_bias
 
 
 @triton.jit(
-    do_not_specialize=["group_b", "group_h", "list_tiles", "is_ordered", "key_heads", "q_len", "k_len"],
+    do_not_specialize=NUMBERS,
     do_not_specialize_on_alignment=["share"],  # but 1 is worth a kernel without the loop over heads
 )
 def backward_key_kernel(
@@ -308,6 +310,12 @@ def backward_key_kernel(
     c,
     inner,
     scale,
+    SEED,
+    drop_above,
+    q_start,
+    regrow,
+    TERMS,
+    D_KEY_BIAS,
     SPEC: tl.constexpr,
 ):
     """dk = scale * dS^T q and dv = P^T dout, summed over the query heads of a key head.
@@ -329,6 +337,7 @@ def backward_key_kernel(
     q_row = SPEC.row_strides[0] if SPEC.row_strides[0] else q_strides[2]
     grad_row = SPEC.row_strides[1] if SPEC.row_strides[1] else grad_strides[2]
     patterns += (i % (SPEC.tile // COLS)) * (COLS * SPEC.tile // 32)
+    drop = (tl.load(SEED), drop_above, q_start, regrow) if SPEC.has_dropout else None
     dk = tl.zeros([COLS, D_COLUMNS], tl.float32)
     dv = tl.zeros([COLS, E_COLUMNS], tl.float32)
     for number in tl.range(0, share):
@@ -337,8 +346,9 @@ def backward_key_kernel(
             group, group_b, group_h, ptr, b, h, listed, list_tiles, i * COLS < k_len, STEPS
         )
         at = (b * (key_heads * share) + h).to(tl.int64) * (tl.cdiv(q_len, PADDING) * PADDING)
+        d_key_bias = tl.zeros([COLS], tl.float32)
         for PARTIAL in tl.static_range(2):
-            dk, dv = _walk_queries(
+            dk, dv, d_key_bias = _walk_queries(
                 dk,
                 dv,
                 k,
@@ -359,41 +369,25 @@ def backward_key_kernel(
                 q_len,
                 c,
                 inner,
+                i * COLS,
+                drop,
+                d_key_bias,
+                TERMS,
+                k_len,
                 PARTIAL,
                 SPEC,
             )
+        if SPEC.needs_key_bias:
+            at = (b * (key_heads * share) + h).to(tl.int64) * k_len + i * COLS + cols
+            tl.store(D_KEY_BIAS + at, d_key_bias, mask=i * COLS + cols < k_len)
     if SPEC.needs_k:
         base = head_of(DK, b, kh, dk_strides)
         store_rows(base, i * COLS, dk_strides[2], cols, k_len, dk * scale, SPEC.d, D_COLUMNS, SPEC)
     if SPEC.needs_v:
+        if SPEC.has_dropout:
+            dv = dv * regrow
         base = head_of(DV, b, kh, dv_strides)
         store_rows(base, i * COLS, dv_strides[2], cols, k_len, dv, SPEC.e, E_COLUMNS, SPEC)
-
-
-def row_sums(out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return delta and lse * log2(e), float32 [B, H, Q padded], as the backward kernels read them.
-
-    Args:
-        out: [B, H, Q, E], the last dimension dense.
-        lse: float32 [B, H, Q], dense.
-        grad_out: [B, H, Q, E], the last dimension dense.
-        grad_lse: float32 [B, H, Q], dense.
-    """
-    B, H, Q, E = out.shape
-    length = -(-Q // PADDING.value) * PADDING.value
-    delta, lse2 = (out.new_empty((B, H, length), dtype=torch.float32) for _ in range(2))
-    rows = 32 if E > 128 else 64
-    delta_kernel[B * H * (length // rows),](
-        *(out, grad_out, lse, grad_lse, delta, lse2),
-        *(out.stride()[:3], grad_out.stride()[:3], H, Q),
-        ROWS=rows,
-        SIZE=E,
-        COLUMNS=columns(E),
-        WIDE=max(out.stride(2), grad_out.stride(2)) >= WIDE_ROW,
-        HAS_GRAD_LSE=grad_lse is not None,
-        enable_fp_fusion=True,
-    )
-    return delta, lse2
 
 
 def tiles_backward_query(
@@ -409,19 +403,34 @@ def tiles_backward_query(
     *,
     scale: float,
     softcap: float = 0.0,
-) -> None:
+    extras: Extras = PLAIN,
+    d_pairs: Tensor | None = None,
+    needs_relative: bool = False,
+) -> Tensor | None:
     """Write dq [B, H, Q, D] of the pairs in a layout's tiles, which are given by query.
 
     ``delta`` and ``lse2`` come from ``row_sums``; the rest is as in ``tiles_forward``.
+    The gradients of the terms of all pairs go to ``d_pairs``, float32 [B, H, Q, K], zeros before, if given.
+
+    Returns:
+        The gradient of the part ``relative``, float32 [B, H, Q + K - 1], if needed.
     """
     B, H, Q, _ = q.shape
     Hk, K = k.shape[1:3]
     numbers = Numbers.of(scale, softcap)
+    diagonals: list[Diagonals] = []
+
+    def arguments(spec: Spec, keys: Any, values: Any) -> tuple[Any, ...]:
+        if needs_relative:
+            diagonals[:] = [Diagonals(lists, spec, B, H, Q, K)]
+        return q, keys, values, *others, (d_pairs, diagonals[0].arguments() if diagonals else None)
+
     others = (
         *(grad_out, lse2, delta, dq),
         *lists.arguments(),
         *(x.stride()[:3] for x in (q, k, v, grad_out, dq)),
         *(H, H // Hk, Q, K, numbers.c, numbers.inner, scale),
+        *extras.arguments(),
     )
     launch(
         backward_query_kernel,
@@ -430,9 +439,11 @@ def tiles_backward_query(
         B * H,
         lists,
         Walked(k, v, (q, grad_out, dq)),
-        lambda keys, values: (q, keys, values, *others),
+        arguments,
         **numbers.present,
+        **extras.present,
     )
+    return diagonals[0].add_up() if diagonals else None
 
 
 def tiles_backward_key(
@@ -449,10 +460,13 @@ def tiles_backward_key(
     *,
     scale: float,
     softcap: float = 0.0,
+    extras: Extras = PLAIN,
+    d_key_bias: Tensor | None = None,
 ) -> None:
     """Write dk [B, Hk, K, D] and dv [B, Hk, K, E], where given, of a layout's tiles, given by key.
 
-    ``delta`` and ``lse2`` come from ``row_sums``; the rest is as in ``tiles_forward``.
+    The gradient of the part ``key`` goes to ``d_key_bias``, float32 [B, H, K], if given. ``delta`` and
+    ``lse2`` come from ``row_sums``; the rest is as in ``tiles_forward``.
     """
     B, H, Q, _ = q.shape
     Hk, K = k.shape[1:3]
@@ -464,6 +478,8 @@ def tiles_backward_key(
         *lists.arguments(),
         *(x.stride()[:3] for x in (q, k, v, grad_out, *written)),
         *(Hk, H // Hk, Q, K, numbers.c, numbers.inner, scale),
+        *extras.arguments(),
+        d_key_bias,
     )
     launch(
         backward_key_kernel,
@@ -472,8 +488,10 @@ def tiles_backward_key(
         B * Hk,
         lists,
         Walked(q, grad_out, (k, v, *written)),
-        lambda queries, grads: (queries, k, v, grads, *others),
+        lambda _, queries, grads: (queries, k, v, grads, *others),
         needs_k=dk is not None,
         needs_v=dv is not None,
+        needs_key_bias=d_key_bias is not None,
         **numbers.present,
+        **extras.present,
     )

@@ -109,8 +109,11 @@ class Spec(NamedTuple):
     is_capped: bool = False
     is_negated: bool = False
     has_sink: bool = False
+    has_dropout: bool = False
+    has_terms: bool = False
     needs_k: bool = False
     needs_v: bool = False
+    needs_key_bias: bool = False
 
 
 # (architecture, head size, list tile): forward, backward_query, backward_key, for 16-bit elements.

@@ -98,7 +98,7 @@ def columns_of(x, line, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def score(q, k, outer, bias, bias_e, bias_h, number, h, CAPPED: tl.constexpr):
+def score(q, k, outer, bias, bias_b, bias_e, bias_h, number, b, h, CAPPED: tl.constexpr):
     """Score edges [S, L, H] times log2(e), and the slope by scale * q.k; q comes with its factor in it.
 
     The factor is scale * log2(e), or scale / softcap, with outer = softcap * log2(e).
@@ -110,7 +110,8 @@ def score(q, k, outer, bias, bias_e, bias_h, number, h, CAPPED: tl.constexpr):
         s = t * outer
         slope = 1.0 - t * t
     if bias is not None:
-        at = number.to(tl.int64)[:, :, None] * bias_e + (h * bias_h)[None]
+        head = b.to(tl.int64)[:, None] * bias_b + h.to(tl.int64) * bias_h  # [L, H]
+        at = number.to(tl.int64)[:, :, None] * bias_e + head[None]
         s += tl.load(bias + at).to(tl.float32) * LOG2E
     return s, slope
 

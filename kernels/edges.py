@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .bias import NO_DROPOUT, Dropout, keep_pairs
 from .edge_items import STEP, EdgeLists, Side
 from .edge_tile import (
     columns_of,
@@ -44,7 +45,8 @@ MOST_CELLS = 65535  # where the second axis of a grid ends
 STRIDED = ("q", "k", "v", "out", "start", "start_k", "start_v", "grad_out", "grad_q", "grad_k", "grad_v")
 NUMBERS = (
     *("item_count", "cut_count", "pieces", "places", "first_cell", "cell_heads", "share"),
-    *("lse_b", "lse_h", "grad_lse_b", "grad_lse_h", "grad_lse_q", "bias_e", "bias_h"),
+    *("lse_b", "lse_h", "grad_lse_b", "grad_lse_h", "grad_lse_q", "bias_b", "bias_e", "bias_h"),
+    *("drop_above", "q_start"),
     *(f"{name}_{letter}" for name in STRIDED for letter in "bh"),
 )
 OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
@@ -90,8 +92,13 @@ def edge_forward(
     start_at,
     lse_b,
     lse_h,
+    bias_b,
     bias_e,
     bias_h,
+    seed,
+    drop_above,
+    q_start,
+    regrow,
     D: tl.constexpr,
     E: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -126,6 +133,7 @@ def edge_forward(
         acc = load_nodes(heads_at(out_start, start_b, start_h, b, h, 1), start_at, row, E, E_PAD, 1)
         acc = tl.where(total[:, :, None] > 0, acc, 0.0)
     before = acc
+    drop = None if seed is None else (tl.load(seed), drop_above, q_start, regrow)
 
     e = begin[None, :] + tl.arange(0, STEP)[:, None]  # [S, L]
     last = tl.maximum(end - 1, 0)[None, :]
@@ -135,17 +143,25 @@ def edge_forward(
         kk = load_nodes(keys, k_at, key, D, D_PAD, ALIGN)  # [S, L, H, D]
         vv = load_nodes(values, v_at, key, E, E_PAD, ALIGN)  # [S, L, H, E]
         if bias is not None:
-            number = tl.load(edge_id + tl.minimum(e, last))
+            number = tl.minimum(e, last)
+            if edge_id is not None:
+                number = tl.load(edge_id + number)
+        if seed is not None:
+            kept_pair = keep_pairs(
+                drop, b[None, :, None], h[None], row[None, :, None], key[:, :, None]
+            )  # [S, L, H]
         is_edge = e < end[None, :]
         e += STEP
         key = tl.load(edge_key + tl.minimum(e, last))
-        s, _slope = score(kept, kk, outer, bias, bias_e, bias_h, number, h, CAPPED)
+        s, _slope = score(kept, kk, outer, bias, bias_b, bias_e, bias_h, number, b, h, CAPPED)
         s = tl.where(is_edge[:, :, None], s, -float("inf"))
         top = tl.maximum(m, tl.max(s, 0))
         safe = tl.where(top == -float("inf"), 0.0, top)
         p = tl.math.exp2(s - safe[None])
         fade = tl.math.exp2(m - safe)
         total = total * fade + tl.sum(p, 0)
+        if seed is not None:
+            p = tl.where(kept_pair, p * regrow, 0.0)
         acc = acc * fade[:, :, None] + tl.sum(p[:, :, :, None] * vv.to(tl.float32), 0)
         m = top
 
@@ -389,6 +405,7 @@ def edges_forward(
     scale: float,
     softcap: float = 0.0,
     bias: Tensor | None = None,
+    dropout: Dropout = NO_DROPOUT,
     sink: Tensor | None = None,
     start: tuple[Tensor, Tensor] | None = None,
 ) -> None:
@@ -403,7 +420,8 @@ def edges_forward(
         lse: float32 [B, H, Q], dense rows, written.
         scale: factor of the dot products.
         softcap: c of ``c * tanh(score / c)``; 0 is off.
-        bias: a number per edge in the caller's order, [edges] or [edges, H].
+        bias: a number per edge in the caller's order, [edges] or [edges, H]; or in the lists', [B, H, edges].
+        dropout: of the weights.
         sink: one more logit per head, without a value, float32 [H].
         start: (out, lse) of other keys to go on from, both float32; they may be the tensors that are written.
     """
@@ -414,7 +432,8 @@ def edges_forward(
     align = alignment(query, key, value, out)
     inner, outer = factors(scale, softcap)
     count = launch.side.items.row.shape[0]
-    is_plain = bias is None and start is None and not softcap and shape[:2] == shape[2:4]
+    is_bare = bias is None and dropout.seed is None and start is None and not softcap
+    is_plain = is_bare and shape[:2] == shape[2:4]
     most = {"maxnreg": registers(shape, query.dtype)} if is_plain else {}
     for first, grid in launch.grids(count, shape.LANES):
         edge_forward[grid](
@@ -430,7 +449,7 @@ def edges_forward(
             bias,
             sink,
             lists.edge_key,
-            lists.edge_id,
+            None if is_listed(bias) else lists.edge_id,
             tuple(launch.side.items),
             count,
             launch.side.pieces,
@@ -446,6 +465,7 @@ def edges_forward(
             *strides(out_start, 1, constant=False),
             *lse.stride()[:2],
             *bias_strides(bias),
+            *dropout,
             **shape._asdict(),
             ALIGN=align,
             CAPPED=softcap != 0,
@@ -455,8 +475,15 @@ def edges_forward(
     launch.merge(part, out, out_start, part_lse, lse, lse_start, sink)
 
 
-def bias_strides(bias: Tensor | None) -> tuple[int, int]:
-    """Return the strides (edge, head) of a bias; 0 for one number for all heads."""
+def is_listed(bias: Tensor | None) -> bool:
+    """Whether a bias is in the order of the lists, [B, H, edges], and not in the caller's."""
+    return bias is not None and bias.dim() == 3
+
+
+def bias_strides(bias: Tensor | None) -> tuple[int | None, int, int]:
+    """Return the strides (batch, edge, head) of a bias; 0 for one number for all, None: no argument."""
     if bias is None:
-        return 0, 0
-    return bias.stride(0), bias.stride(1) if bias.dim() == 2 else 0
+        return None, 0, 0
+    if is_listed(bias):
+        return bias.stride(0), bias.stride(2), bias.stride(1)
+    return 0, bias.stride(0), bias.stride(1) if bias.dim() == 2 else 0

@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .bias import NO_DROPOUT, Dropout, keep_pairs
 from .edge_items import EdgeLists
 from .edge_tile import first_line, heads_at, lines_at, load_nodes, locate, score, store_sum
-from .edges import NUMBERS, OPTIONS, Launch, alignment, bias_strides, factors, known_one, strides
+from .edges import NUMBERS, OPTIONS, Launch, alignment, bias_strides, factors, is_listed, known_one, strides
 from .tile import LOG2E
 
 
@@ -77,8 +78,13 @@ def edge_rows(
     grad_lse_b,
     grad_lse_h,
     grad_lse_q,
+    bias_b,
     bias_e,
     bias_h,
+    seed,
+    drop_above,
+    q_start,
+    regrow,
     D: tl.constexpr,
     E: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -91,6 +97,8 @@ def edge_rows(
     CAPPED: tl.constexpr,
 ):
     """dQ = scale sum_e dS_e k_e, dS = p (dO.v - delta) slope, delta = dO.O - dlse; hand over (p, dS).
+
+    Dropout multiplies the weight p that is handed over, and dO.v, by 0 or by regrow.
 
     The gradient of an edge's bias is p (dO.v - delta): dS, unless there is a slope. It can be written apart.
     """
@@ -113,6 +121,7 @@ def edge_rows(
     keys = heads_at(k, k_b, k_h, b, h // share, ALIGN)
     values = heads_at(v, v_b, v_h, b, h // share, ALIGN)
 
+    drop = None if seed is None else (tl.load(seed), drop_above, q_start, regrow)
     acc = tl.zeros([LANES, HEADS, D_PAD], tl.float32)
     origin = first_line(first_place, places, cell, inner_b)
     e = begin[None, :] + tl.arange(0, STEP)[:, None]  # [S, L]
@@ -123,17 +132,28 @@ def edge_rows(
         kk = load_nodes(keys, k_at, key, D, D_PAD, ALIGN).to(tl.float32)  # [S, L, H, D]
         vv = load_nodes(values, v_at, key, E, E_PAD, ALIGN)  # [S, L, H, E]
         if bias is not None:
-            number = tl.load(edge_id + tl.minimum(e, last))
+            number = tl.minimum(e, last)
+            if edge_id is not None:
+                number = tl.load(edge_id + number)
+        if seed is not None:
+            kept_pair = keep_pairs(
+                drop, b[None, :, None], h[None], row[None, :, None], key[:, :, None]
+            )  # [S, L, H]
         key = tl.load(edge_key + tl.minimum(e + STEP, last))
         is_edge = (e < end[None, :])[:, :, None] & (h >= 0)[None]
-        s, slope = score(kept, kk, outer, bias, bias_e, bias_h, number, h, CAPPED)
+        s, slope = score(kept, kk, outer, bias, bias_b, bias_e, bias_h, number, b, h, CAPPED)
         p = tl.where(is_edge, tl.math.exp2(s - lse2[None]), 0.0)
-        ds = p * (tl.sum(d_out[None] * vv.to(tl.float32), 3) - delta[None])  # [S, L, H]
+        dp = tl.sum(d_out[None] * vv.to(tl.float32), 3)  # [S, L, H]
+        if seed is not None:
+            dp = tl.where(kept_pair, dp * regrow, 0.0)
+        ds = p * (dp - delta[None])
         if grad_bias is not None:
             tl.store(grad_bias + lines_at(origin, e, inner_h, CELL), ds, mask=is_edge)
         ds = ds * slope
         if grad_q is not None:
             acc += tl.sum(ds[:, :, :, None] * kk, 0)
+        if seed is not None:
+            p = tl.where(kept_pair, p * regrow, 0.0)
         if hand is not None:
             both = hand + tl.expand_dims(lines_at(origin, e, inner_h, CELL) * 2, 3) + tl.arange(0, 2)
             tl.store(both, tl.join(p, ds), mask=is_edge[:, :, :, None])
@@ -296,6 +316,7 @@ def edges_backward(
     softcap: float = 0.0,
     bias: Tensor | None = None,
     needs_bias: bool = False,
+    dropout: Dropout = NO_DROPOUT,
     starts: Sequence[Tensor | None] = (None, None, None),
 ) -> Tensor | None:
     """Compute the gradients of attention over the edges.
@@ -312,8 +333,9 @@ def edges_backward(
         grads: of query, key and value, written; None where not wanted.
         scale: factor of the dot products.
         softcap: c of ``c * tanh(score / c)``; 0 is off.
-        bias: a number per edge in the caller's order, [edges] or [edges, H].
+        bias: a number per edge in the caller's order, [edges] or [edges, H]; or in the lists', [B, H, edges].
         needs_bias: whether the gradient of bias is wanted.
+        dropout: of the weights.
         starts: what to add to each gradient, float32 or None; it may be the gradient that is written.
 
     Returns:
@@ -347,7 +369,7 @@ def edges_backward(
             grad_bias,
             bias,
             lists.edge_key,
-            lists.edge_id,
+            None if is_listed(bias) else lists.edge_id,
             lists.first_place,
             tuple(launch.side.items),
             count,
@@ -368,6 +390,7 @@ def edges_backward(
             *lse.stride()[:2],
             *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
             *bias_strides(bias),
+            *dropout,
             **shape._asdict(),
             ALIGN=align,
             CAPPED=softcap != 0,
@@ -451,9 +474,16 @@ def _columns(
 
 def _sum_bias(by_place: Tensor, lists: EdgeLists, bias: Tensor) -> Tensor:
     """Add up the gradients [batches, places, heads of a cell] of each number of ``bias``, in its order."""
-    total = by_place.sum(0)  # [places, heads of a cell]
     grad = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
     batch, heads = lists.group.shape
+    if is_listed(bias):
+        cell = lists.place_cell
+        edge = torch.arange(lists.places, device=bias.device) - lists.first_place[cell]
+        by_cell = grad.view(batch, bias.shape[0] // batch, heads, bias.shape[1] // heads, -1)
+        # Indices on both sides of a slice put theirs first: [places, batches, heads of a cell].
+        by_cell[cell // heads, :, cell % heads, :, edge] = by_place.transpose(0, 1)
+        return grad
+    total = by_place.sum(0)  # [places, heads of a cell]
     index: tuple[Tensor, ...] = (lists.place_id,)
     if bias.dim() == 1:
         total = total.sum(1)

@@ -6,11 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .bias import PLAIN, Extras, add_terms, keep_tile
 from .config import Target
 from .launch import Lists, Numbers, Walked, launch
 from .tile import (
     LN2,
     LOG2E,
+    NUMBERS,
     add_pairs,
     bounds,
     exp2,
@@ -28,8 +30,11 @@ from .tile import (
 
 
 @triton.jit
-def _accumulate(acc, m, total, s, v, cols, c, SPEC: tl.constexpr):
-    """Add a tile of scores and values to a softmax: sum of weights * v, maximum, sum of weights."""
+def _accumulate(acc, m, total, s, v, cols, c, drop, b, h, rows, first, SPEC: tl.constexpr):
+    """Add a tile of scores and values to a softmax: sum of weights * v, maximum, sum of weights.
+
+    Dropout, of rows and of keys from ``first`` on, spares the sum of weights.
+    """
     top = tl.maximum(m, tl.max(s, 1))
     shrink = tl.math.exp2((m - top) * c)  # not m * c - top * c: fused, that is not 0 when m == top
     if SPEC.packed:
@@ -43,6 +48,8 @@ def _accumulate(acc, m, total, s, v, cols, c, SPEC: tl.constexpr):
         p = exp2(s * c - (top * c)[:, None], cols, SPEC.by_fma)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
+    if SPEC.has_dropout:
+        p = tl.where(keep_tile(drop, b, h, rows, first, SPEC.cols), p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=SPEC.precision)
     return acc, top, total
 
@@ -67,6 +74,11 @@ def _walk_keys(
     k_len,
     c,
     inner,
+    head,
+    first,
+    drop,
+    terms,
+    q_len,
     MASKED: tl.constexpr,
     SPEC: tl.constexpr,
 ):
@@ -83,17 +95,21 @@ def _walk_keys(
         k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
         s = score(q, k, inner, SPEC)
         v = fetch(V, b, h, j, v_row, cols, k_len, COLS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
+        if SPEC.has_terms:
+            row, col = (first + rows)[:, None], (j * COLS + cols)[None, :]
+            s = add_terms(s * c, terms, b, head, row, col, q_len, k_len)
         if MASKED:
             s = mask(s, patterns, marks, t, rows, cols, -float("inf"), COLS, SPEC)
-        acc, m, total = _accumulate(acc, m, total, s, v, cols, c, SPEC)
+        factor = 1.0 if SPEC.has_terms else c
+        acc, m, total = _accumulate(
+            acc, m, total, s, v, cols, factor, drop, b, head, first + rows, j * COLS, SPEC
+        )
         if SPEC.ahead:
             j = following
     return acc, m, total
 
 
-@triton.jit(
-    do_not_specialize=["group_b", "group_h", "list_tiles", "is_ordered", "heads", "share", "q_len", "k_len"]
-)
+@triton.jit(do_not_specialize=[*NUMBERS, "share"])
 def forward_kernel(
     Q,
     K,
@@ -122,6 +138,11 @@ def forward_kernel(
     c,
     inner,
     start,
+    SEED,
+    drop_above,
+    q_start,
+    regrow,
+    TERMS,
     SPEC: tl.constexpr,
 ):
     """out = softmax(score) v and lse = log(sum(exp(score))) over the listed tiles; 0 and -inf for empty rows.
@@ -147,6 +168,7 @@ def forward_kernel(
     if SPEC.is_negated:  # the maximum is of scores that are yet to be multiplied by c > 0
         q = -q
     patterns += (i % (SPEC.tile // ROWS)) * (ROWS * SPEC.tile // 32)
+    drop = (tl.load(SEED), drop_above, q_start, regrow) if SPEC.has_dropout else None
     m = tl.full([ROWS], 0.0, tl.float32) + start
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, E_COLUMNS], tl.float32)
@@ -170,10 +192,16 @@ def forward_kernel(
             k_len,
             c,
             inner,
+            h,
+            i * ROWS,
+            drop,
+            TERMS,
+            q_len,
             PARTIAL,
             SPEC,
         )
-    m = m * c
+    if not SPEC.has_terms:
+        m = m * c
     shrink = tl.full([ROWS], 1.0, tl.float32)
     if SPEC.has_sink:
         sink = tl.load(SINK + h) * LOG2E
@@ -186,6 +214,8 @@ def forward_kernel(
     lse = tl.where(is_empty, -float("inf"), (m + tl.math.log2(total)) * LN2)
     at = (b * heads + h).to(tl.int64) * q_len + i * ROWS + rows
     tl.store(LSE + at, lse, mask=i * ROWS + rows < q_len)
+    if SPEC.has_dropout:
+        shrink = shrink * regrow
     out = acc * (shrink / total)[:, None]
     base = head_of(OUT, b, h, out_strides)
     store_rows(base, i * ROWS, out_strides[2], rows, q_len, out, SPEC.e, E_COLUMNS, SPEC)
@@ -203,6 +233,7 @@ def tiles_forward(
     scale: float,
     softcap: float = 0.0,
     sink: Tensor | None = None,
+    extras: Extras = PLAIN,
 ) -> None:
     """Write out and lse of the pairs in a layout's tiles.
 
@@ -217,14 +248,18 @@ def tiles_forward(
         scale: factor of the products.
         softcap: 0 is off.
         sink: float32 [H].
+        extras: dropout and score terms.
     """
     B, H, Q, _ = q.shape
     Hk, K = k.shape[1:3]
     numbers = Numbers.of(scale, softcap)
+    # Terms are added to what is multiplied by c already.
+    start = numbers.start if extras.terms is None else -3e38
     others = (
         *lists.arguments(),
         *(x.stride()[:3] for x in (q, k, v, out)),
-        *(H, H // Hk, Q, K, numbers.c, numbers.inner, numbers.start),
+        *(H, H // Hk, Q, K, numbers.c, numbers.inner, start),
+        *extras.arguments(),
     )
     launch(
         forward_kernel,
@@ -233,7 +268,8 @@ def tiles_forward(
         B * H,
         lists,
         Walked(k, v, (q, out)),
-        lambda keys, values: (q, keys, values, out, lse, sink, *others),
+        lambda _, keys, values: (q, keys, values, out, lse, sink, *others),
         has_sink=sink is not None,
         **numbers.present,
+        **extras.present,
     )

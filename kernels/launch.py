@@ -70,7 +70,7 @@ def launch(
     heads: int,
     lists: Lists,
     walked: Walked,
-    arguments: Callable[[Any, Any], tuple[Any, ...]],
+    arguments: Callable[[Spec, Any, Any], tuple[Any, ...]],
     **present: bool,
 ) -> None:
     """Run a kernel in the first of its configurations that the device has room for.
@@ -84,12 +84,13 @@ def launch(
         heads: how many there are, batch included.
         lists: the tiles.
         walked: the tensors that lie in memory as they come.
-        arguments: the kernel's arguments, given the walked tensors or their descriptors.
+        arguments: the kernel's arguments, given its Spec and the walked tensors or their descriptors.
         present: fields of Spec that say what a call has.
     """
     first, second = walked.first, walked.second
     choices = candidates(target, which, first.dtype, first.shape[3], second.shape[3], lists.size)
-    key = which, target, first.dtype, first.device, first.shape[3], second.shape[3], lists.size
+    sizes = first.shape[3], second.shape[3], lists.size
+    key = which, target, first.dtype, first.device, *sizes, *present.values()
     for i in range(_fitting.get(key, 0), len(choices)):
         config = choices[i]
         own, other = (config.cols, config.rows) if which == "backward_key" else (config.rows, config.cols)
@@ -98,7 +99,7 @@ def launch(
         programs = heads * lists.ptr.shape[1] * (lists.size // own)
         options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
         try:
-            kernel[programs,](*arguments(*both), SPEC=spec, **options)
+            kernel[programs,](*arguments(spec, *both), SPEC=spec, **options)
         except OutOfResources:
             if i + 1 == len(choices):
                 raise
@@ -125,7 +126,7 @@ def _spec(config: Config, target: Target, tile: int, walked: Walked, present: di
         one_buffer=config.one_buffer,
         packed=config.packed,
         by_fma=config.by_fma,
-        half=config.half,
+        half=config.half and not present["has_terms"],  # their gradients are sums of float32 dS
         tma=config.tma and _can_describe(first) and _can_describe(second),
         row_strides=(first.stride(2), second.stride(2)) if config.fixed else (0, 0),
         is_wide=any(x.stride(2) >= WIDE_ROW for x in (first, second, *walked.others)),

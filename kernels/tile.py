@@ -16,6 +16,11 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# Run-time arguments that compile nothing anew, whatever their value.
+NUMBERS = (
+    *("group_b", "group_h", "list_tiles", "is_ordered", "heads", "key_heads", "q_len", "k_len"),
+    *("drop_above", "q_start"),
+)
 
 
 @triton.jit

@@ -286,8 +286,9 @@ def test_offsets_past_32_bits(step):
 
 def _compute_dense(call: Call, d_out: Tensor, d_lse: Tensor) -> list[Tensor]:
     """Compute with results that do not lie in memory as the inputs do, which would take as much again."""
-    from attnbias.kernels.backward import row_sums, tiles_backward_key, tiles_backward_query
+    from attnbias.kernels.backward import tiles_backward_key, tiles_backward_query
     from attnbias.kernels.forward import tiles_forward
+    from attnbias.kernels.row_sums import row_sums
 
     target = Target(80, (3, 7), is_interpreted=True)
     by_query, by_key, _ = triton._lists(call.layout)

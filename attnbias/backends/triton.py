@@ -12,9 +12,12 @@ from torch import Tensor
 
 from ..kernels.config import target_of
 from ..layouts.layout import FIELDS, SIZES, field_shapes
+from ..terms import why_not_parts
+from . import triton_terms
 from .strides import empty_like_query
 
 if TYPE_CHECKING:
+    from ..kernels.bias import Extras
     from ..kernels.config import Target
     from ..kernels.edge_items import EdgeLists
     from ..kernels.launch import Lists
@@ -42,10 +45,8 @@ def why_not(problem: Problem) -> list[str]:
         (query.dtype not in DTYPES, f"dtype: float32, float16 or bfloat16, got {query.dtype}"),
         (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
         (problem.score is not None, f"score: only the dot product (None) yet, got {problem.score!r}"),
-        (bool(problem.terms), f"terms: none on the Triton kernels yet, got {len(problem.terms)}"),
-        (problem.dropout_p > 0, f"dropout_p: only 0 on the Triton kernels yet, got {problem.dropout_p}"),
     )
-    return [words for is_so, words in refused if is_so]
+    return [words for is_so, words in refused if is_so] + why_not_parts(problem.terms)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -62,16 +63,26 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     sink = None if call.sink is None else call.sink.float()
     has_tiles, has_edges = layout.tiles > 0, layout.edges > 0
     by_query, _, edges = _lists(layout)
+    extras = _extras(call)
     # The edges go on from the tiles' result, which is not rounded in between; the last one adds the sink.
     partly = torch.empty_like(out, dtype=torch.float32) if has_tiles and has_edges else out
     with _on(query.device):
         if has_tiles or not has_edges:
             last_sink = None if has_edges else sink
             target = _target(query.device)
-            tiles_forward(*inputs, partly, lse, by_query, target, sink=last_sink, **_numbers(call))
+            tiles_forward(
+                *inputs, partly, lse, by_query, target, sink=last_sink, extras=extras, **_numbers(call)
+            )
         if has_edges:
             start = (partly, lse) if has_tiles else None
-            edges_forward(*inputs, edges, out, lse, sink=sink, start=start, **_numbers(call))
+            edges_forward(
+                *(*inputs, edges, out, lse),
+                bias=triton_terms.bias_of_edges(call),
+                dropout=extras.dropout,
+                sink=sink,
+                start=start,
+                **_numbers(call),
+            )
     return out, lse
 
 
@@ -83,8 +94,8 @@ def backward(
     grad_lse: Tensor | None,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    """Compute the gradients of (query, key, value, sink); no elements where not needed."""
-    from ..kernels.backward import row_sums
+    """Compute the gradients of (query, key, value, sink, *terms); no elements where not needed."""
+    from ..kernels.row_sums import row_sums
 
     inputs = call.query, call.key, call.value
     grads = [torch.empty_like(x) if need else x.new_empty(0) for x, need in zip(inputs, needs, strict=False)]
@@ -93,7 +104,8 @@ def backward(
     if call.sink is not None and needs[3]:
         d_sink = [torch.zeros_like(call.sink)]
     if not lse.numel():
-        return [*(grad.zero_() for grad in grads), *d_sink, *rest]
+        parts = triton_terms.Gradients(call, needs[4:]).finish() if call.spec else []
+        return [*(grad.zero_() for grad in grads), *d_sink, *parts, *rest[len(parts) :]]
     # A gradient lies in memory like its input; the kernels write dense rows.
     written = [_empty_dense(grad) if need else None for grad, need in zip(grads, needs, strict=False)]
     out, grad_out = _dense(out), _dense(grad_out)
@@ -103,7 +115,7 @@ def backward(
         # Edges alone compute them on their way.
         needs_sums = call.layout.tiles > 0 or not call.layout.edges or d_sink[0].numel() > 0
         sums = row_sums(out, lse, grad_out, grad_lse) if needs_sums else None
-        _backward(call, out, lse, grad_out, grad_lse, sums, written)
+        parts = _backward(call, out, lse, grad_out, grad_lse, sums, written, needs[4:])
     for grad, rows in zip(grads, written, strict=True):
         if rows is not None and rows is not grad:
             grad.copy_(rows)
@@ -111,7 +123,7 @@ def backward(
         delta, lse2 = sums
         share = torch.exp2(call.sink.float()[:, None] * LOG2E - lse2)  # [B, H, Q padded]
         d_sink[0].copy_(-(share * delta).sum((0, 2), dtype=torch.float64))
-    return [*grads, *d_sink, *rest]
+    return [*grads, *d_sink, *parts, *rest[len(parts) :]]
 
 
 def _backward(
@@ -122,8 +134,13 @@ def _backward(
     grad_lse: Tensor | None,
     sums: tuple[Tensor, Tensor] | None,
     written: list[Tensor | None],
-) -> None:
-    """Write dq, dk and dv where there is a place for them: of the tiles, then with the edges added."""
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Write dq, dk and dv where there is a place for them: of the tiles, then with the edges added.
+
+    Returns:
+        The gradients of the terms' parts.
+    """
     from ..kernels.backward import tiles_backward_key, tiles_backward_query
     from ..kernels.edges_backward import edges_backward
 
@@ -131,6 +148,8 @@ def _backward(
     inputs = _dense(call.query), _dense(call.key), _dense(call.value)
     by_query, by_key, edges = _lists(layout)
     has_tiles, has_edges = layout.tiles > 0, layout.edges > 0
+    extras = _extras(call)
+    parts = triton_terms.Gradients(call, needs)
     starts: list[Tensor | None] = [None, None, None]
     if sums is not None and (has_tiles or not has_edges):
         starts = dq, dk, dv = [
@@ -139,17 +158,41 @@ def _backward(
         ]
         given = *inputs, grad_out, *sums
         target = _target(call.query.device)
-        if dq is not None:
-            tiles_backward_query(*given, dq, by_query, target, **_numbers(call))
-        if (dk is not None or dv is not None) and call.key.shape[2]:
-            tiles_backward_key(*given, dk, dv, by_key, target, **_numbers(call))
-    if has_edges and any(x is not None for x in written):
+        needs_relative = parts.relative is not None
+        if dq is not None or needs_relative or parts.by_pair is not None:
+            parts.relative = tiles_backward_query(
+                *(*given, torch.empty_like(inputs[0]) if dq is None else dq, by_query, target),
+                extras=extras,
+                d_pairs=parts.by_pair,
+                needs_relative=needs_relative,
+                **_numbers(call),
+            )
+        if (dk is not None or dv is not None or parts.key is not None) and call.key.shape[2]:
+            tiles_backward_key(
+                *given, dk, dv, by_key, target, extras=extras, d_key_bias=parts.key, **_numbers(call)
+            )
+    if has_edges and (parts.wanted or any(x is not None for x in written)):
         given_out = out, lse, grad_out, grad_lse
-        edges_backward(*inputs, edges, *given_out, written, starts=starts, **_numbers(call))
+        parts.edges = edges_backward(
+            *(*inputs, edges, *given_out, written),
+            bias=triton_terms.bias_of_edges(call),
+            needs_bias=bool(parts.wanted),
+            dropout=extras.dropout,
+            starts=starts,
+            **_numbers(call),
+        )
+    return parts.finish()
 
 
 def _numbers(call: Call) -> dict[str, float]:
     return {"scale": call.scale, "softcap": call.softcap}
+
+
+def _extras(call: Call) -> Extras:
+    from ..kernels.bias import Dropout, Extras
+
+    dropout = Dropout.of(call.dropout_p, call.seed, call.layout.q_start)
+    return Extras(dropout, triton_terms.pack(call))
 
 
 def _target(device: torch.device) -> Target:

@@ -1,0 +1,70 @@
+"""Score terms and dropout in the Triton kernels as compiled: every access in bounds, no race."""
+
+import pytest
+import torch
+
+import attnbias as ab
+from attnbias.backends import triton
+from attnbias.philox import keep_mask
+from attnbias.problem import Call
+from attnbias.testing import assert_no_worse, eager, magnitudes, make_inputs
+
+
+@pytest.mark.parametrize("form", ["tiles", "edges"])
+def test_dropout_bits(gpu, form, seed=-(2**60) - 17):
+    """The same bits as everywhere, and a gradient of values that comes from the weights that were kept."""
+    B, H, Q, K, p = 2, 2, 20, 32, 0.4
+    layout = ab.Layout.build(ab.Full(), Q, K, q_start=-5, form=form, batch=B, heads=H)
+    query, key, _ = make_inputs(1, B, H, 1, Q, K, 16, 16)
+    value = torch.eye(K).expand(B, 1, K, K)
+    call = Call(query, key, value, layout, (), None, torch.tensor([seed]), 0.25, 0.0, p, "")
+    out, lse = triton.forward(call)
+    b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
+    q, k = torch.arange(-5, Q - 5)[:, None], torch.arange(K)
+    assert torch.equal(out != 0, keep_mask(torch.tensor([seed]), p, b, h, q, k))
+    ones = torch.ones_like(out)
+    grads = triton.backward(call, out, lse, ones, None, [True, True, True, False])
+    # Tensor-core products of float32 are three of TF32: 22 bits.
+    torch.testing.assert_close(
+        grads[2][:, 0], out.sum((1, 2))[:, :, None].expand(B, K, K), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("case", [pytest.param("tiles", marks=pytest.mark.slow), "tiles of 128", "edges"])
+def test_terms(gpu, case):
+    """All parts at once, their gradients too, against float64."""
+    is_large = case == "tiles of 128"
+    B, H, Q, K, D = 1 if is_large else 2, 2, *((70, 140) if is_large else (20, 70)), 64 if is_large else 16
+    dtype = torch.float16 if is_large else torch.float32
+    rng = torch.Generator().manual_seed(1)
+    leaves = [torch.randn(n, generator=rng) for n in ((H,), (H, 13 * 39), (B, K), (1, H, Q, K))]
+
+    def terms(slopes, table, keys, pairs):
+        grid = ab.GridBias(table, (7, 20))
+        return [ab.ALiBi(slopes), grid, ab.KeyBias(keys), ab.PairBias(pairs, q_start=K - Q)]
+
+    relation = ab.Where(lambda q, k: (q + k) % 5 == 0) if case == "edges" else ab.Causal()
+    form, tile = ("edges", None) if case == "edges" else ("tiles", 128 if is_large else 64)
+    layout = ab.Layout.build(relation, Q, K, q_start="end", form=form, tile=tile, batch=B, heads=H)
+    inputs = make_inputs(1, B, H, 1, Q, K, D, D, dtype)
+    d_out = torch.randn(B, H, Q, D, generator=rng).to(dtype)
+
+    def results(precision, backend):
+        made = [x.detach().to(precision).requires_grad_() for x in (*inputs, *leaves)]
+        options = {"terms": terms(*made[3:]), "softcap": 2.0}
+        if backend:
+            out, lse = ab.attention(
+                *made[:3], layout, q_start="end", return_lse=True, backend=backend, **options
+            )
+        else:
+            out, lse = eager(*made[:3], counts=layout.rows(0, Q), q_start=K - Q, **options)
+        return [out, lse, *torch.autograd.grad((out.double() * d_out).sum(), made)]
+
+    truth, same, got = (results(torch.float64, ""), results(dtype, ""), results(dtype, "triton"))
+    sizes = magnitudes(*inputs, d_out, torch.zeros(B, H, Q), D**-0.5, bias=8.0)
+    names = ("out", "lse", "query", "key", "value", "slopes", "table", "keys", "pairs")
+    for name, mine, theirs, exact in zip(names, got, same, truth, strict=True):
+        factor = 2.0 if name in ("out", "lse") else 3.0
+        # A slope adds up pairs at up to K times their size.
+        magnitude = sizes.get(name, sizes["sink"] * (K if name == "slopes" else 1))
+        assert_no_worse(name, mine, theirs, exact, factor, magnitude=magnitude)

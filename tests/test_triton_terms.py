@@ -1,0 +1,140 @@
+"""Score terms and dropout in the Triton kernels, in Triton's interpreter: see test_triton."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import test_terms
+import torch
+
+import attnbias as ab
+from attnbias.philox import keep_mask
+from attnbias.problem import Call
+from attnbias.testing import assert_no_worse, eager, magnitudes, make_inputs
+
+pytest.importorskip("triton")
+from attnbias.backends import triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_interpreted")
+RELATIONS = {
+    "causal": ab.Causal(),
+    "empty rows": ab.Window(before=20) & ~ab.Bipartite(60),
+    "per head": ab.PerHead([ab.Causal(), ab.Window(before=7)]),
+}
+B, H, HK, K, D, E = 2, 2, 1, 97, 8, 8
+LENGTHS = {"tiles": 70, "edges": 5}  # of queries: the interpreter takes its time for each row of edges
+SEED = 0x1234_5678_9ABC_DEF0
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    """Fill what is allocated without a value with NaN, by whichever function."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_interpreted():
+    """This file once more, interpreted."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "passed" in run.stdout
+
+
+def dropout_call(p, relation, form, *, seed=SEED, q_start=20, dtype=torch.float32, softcap=0.0):
+    Q = LENGTHS[form]
+    layout = ab.Layout.build(relation, Q, K, q_start=q_start, form=form, batch=B, heads=H)
+    inputs = make_inputs(1, B, H, HK, Q, K, D, E, dtype)
+    return Call(*inputs, layout, (), None, torch.tensor([seed]), D**-0.5, softcap, p, "")
+
+
+@interpreted
+@pytest.mark.parametrize("form", LENGTHS)
+@pytest.mark.parametrize(("seed", "p", "q_start"), [(SEED, 0.3, 20), (-1, 0.5, -9)])
+def test_dropout_bits(form, seed, p, q_start):
+    """Values that are unit vectors show which keys survive, in every row, head and batch."""
+    call = dropout_call(p, ab.Full(), form, seed=seed, q_start=q_start)
+    call.value = torch.eye(K).expand(B, HK, K, K)
+    out, _ = triton.forward(call)
+    Q = LENGTHS[form]
+    b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
+    q, k = torch.arange(q_start, q_start + Q)[:, None], torch.arange(K)
+    assert torch.equal(out != 0, keep_mask(torch.tensor([seed]), p, b, h, q, k))
+
+
+@interpreted
+@pytest.mark.parametrize("form", LENGTHS)
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_dropout(relation, form):
+    check_dropout(0.4, relation, form, torch.float16 if relation == "causal" else torch.float32)
+
+
+@interpreted
+@pytest.mark.parametrize("form", LENGTHS)
+@pytest.mark.parametrize("p", [2.0**-33, 1.0])
+def test_dropout_of_none_and_all(p, form):
+    check_dropout(p, "causal", form, torch.float32)
+
+
+def check_dropout(p, relation, form, dtype):
+    call = dropout_call(p, RELATIONS[relation], form, dtype=dtype, softcap=2.0)
+    Q = LENGTHS[form]
+    rng = torch.Generator().manual_seed(1)
+    d_out, d_lse = torch.randn(B, H, Q, E, generator=rng).to(dtype), torch.randn(B, H, Q, generator=rng)
+    out, lse = triton.forward(call)
+    got = [out, lse, *triton.backward(call, out, lse, d_out, d_lse, [True] * 3 + [False])[:3]]
+
+    def expected(precision):
+        leaves = [x.to(precision).requires_grad_() for x in (call.query, call.key, call.value)]
+        counts = call.layout.rows(0, Q)
+        options = {"softcap": 2.0, "dropout_p": p, "seed": call.seed, "q_start": 20}
+        out, lse = eager(*leaves, counts=counts, **options)
+        loss = (out.double() * d_out).sum() + (lse.double() * d_lse)[lse.isfinite()].sum()
+        return [out, lse, *torch.autograd.grad(loss, leaves)]
+
+    sizes = magnitudes(call.query, call.key, call.value, d_out, d_lse, call.scale, dropout_p=p)
+    names = ("out", "lse", "query", "key", "value")
+    for name, *three in zip(names, got, expected(dtype), expected(torch.float64), strict=True):
+        assert_no_worse(name, *three, 2.0 if name in ("out", "lse") else 3.0, magnitude=sizes[name])
+    assert p < 1 or not got[0].any()
+    assert p > 0.01 or math.isfinite(got[0].sum())
+
+
+TERMS = test_terms.make_terms()
+EDGES = ab.Where(lambda q, k: (q * 7 + k * 3) % 97 == 0)  # one in a row
+
+
+@interpreted
+@pytest.mark.parametrize("name", TERMS)
+def test_each_term(name):
+    leaves, term = TERMS[name]
+    relation = test_terms.RELATIONS["empty rows" if "key" in name else "causal"]
+    test_terms.check("triton", relation, leaves, [term])
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("relation", "dtype"), [("per head", torch.float32), ("edges", torch.float16)], ids=str
+)
+def test_all_terms_together(relation, dtype):
+    made = test_terms.make_terms(dtype).values()
+    leaves = [leaf for each, _ in made for leaf in each]
+    chosen = {"edges": EDGES, **test_terms.RELATIONS}[relation]
+    test_terms.check("triton", chosen, leaves, [term for _, term in made], dtype, softcap=4.0)
+
+
+@interpreted
+def test_the_rest_of_test_terms():
+    test_terms.test_gradients_are_the_same_bits_each_time("triton")
+    test_terms.test_a_term_of_minus_infinity_removes_the_pair("triton")
