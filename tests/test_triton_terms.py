@@ -16,6 +16,8 @@ from attnbias.testing import assert_no_worse, eager, magnitudes, make_inputs
 
 pytest.importorskip("triton")
 from attnbias.backends import triton
+from attnbias.kernels import launch
+from attnbias.kernels.config import Config
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_interpreted")
@@ -138,3 +140,12 @@ def test_all_terms_together(relation, dtype):
 def test_the_rest_of_test_terms():
     test_terms.test_gradients_are_the_same_bits_each_time("triton")
     test_terms.test_a_term_of_minus_infinity_removes_the_pair("triton")
+
+
+@interpreted
+@pytest.mark.parametrize("tiles", ["32x64 w4 s1", "64x16 w4 s1"])
+def test_diagonals_of_tiles_in_steps(tiles, monkeypatch):
+    """Tiles that are not square, several to a tile of the lists: each has its own sums."""
+    monkeypatch.setattr(launch, "candidates", lambda *given: (Config.parse(tiles),))
+    leaves, term = TERMS["linear"]
+    test_terms.check("triton", test_terms.RELATIONS["causal"], leaves, [term])
