@@ -10,30 +10,74 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .cases import Attend, Case
+from .libraries import LIBRARIES, CannotRunError
 
-MOST_PAIRS = 4096 * 4096  # that a peer without sparsity is asked to compute
+__all__ = ["BY_NODE", "DENSE", "FORWARD_ONLY", "PEERS", "CannotRunError"]
 
-
-class CannotRunError(Exception):
-    """A peer has no way to compute a case."""
+# Pairs that a peer without sparsity is asked to compute, by type of device.
+MOST_PAIRS = {"cpu": 4096 * 4096, "cuda": 16384 * 16384}
 
 
 def sdpa(case: Case) -> Attend:
     """Torch's dense kernel, where it knows the relation."""
     if not (case.is_full or case.is_causal):
         raise CannotRunError("knows only full and causal")
-    grouped = case.key_heads is not None
-    return partial(scaled_dot_product_attention, is_causal=case.is_causal, enable_gqa=grouped)
+    return partial(
+        scaled_dot_product_attention, is_causal=case.is_causal, enable_gqa=case.key_heads is not None
+    )
+
+
+def sdpa_dense(case: Case) -> Attend:
+    """Torch's dense kernel without a mask: what is left when the relation is given up."""
+    if case.is_full:
+        raise CannotRunError("is SDPA itself here")
+    _check_pairs(case)
+    return partial(scaled_dot_product_attention, enable_gqa=case.key_heads is not None)
 
 
 def sdpa_mask(case: Case) -> Attend:
-    """Torch's dense kernel with a boolean mask: every pair is computed."""
+    """Torch's dense kernel with a mask: every pair is computed.
+
+    The mask holds 0 and -inf, of which torch's kernels on CPUs are quicker than of booleans.
+    """
     if case.is_full or case.is_causal:
         raise CannotRunError("needs no mask for it")
-    if case.q_len * case.tokens > MOST_PAIRS:
-        raise CannotRunError(f"computes all {case.q_len * case.tokens:,} pairs, which takes minutes")
-    mask = case.relation.dense(case.q_len, case.tokens, "end")
-    return partial(scaled_dot_product_attention, attn_mask=mask)
+    _check_pairs(case)
+    related = case.relation.dense(case.q_len, case.tokens, "end")
+    mask = torch.zeros(related.shape, dtype=case.dtype).masked_fill(~related, -torch.inf)
+    grouped = case.key_heads is not None
+    return partial(scaled_dot_product_attention, attn_mask=mask.to(case.device), enable_gqa=grouped)
+
+
+def _check_pairs(case: Case) -> None:
+    pairs = case.q_len * case.tokens
+    if pairs > MOST_PAIRS[torch.device(case.device).type]:
+        raise CannotRunError(f"computes all {pairs:,} pairs, which takes too long")
+
+
+def sdpa_cut(case: Case) -> Attend:
+    """Torch's dense kernel on the blocks that a relation consists of."""
+    if case.chunk and case.tokens % case.chunk == 0:
+        return partial(_cut_chunks, case.chunk)
+    if case.split:
+        return partial(_cut_halves, case.split, case.key_heads is not None)
+    raise CannotRunError("cuts chunks and two halves, nothing else")
+
+
+def _cut_chunks(size: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    B, H, L, D = query.shape
+    share = H // key.shape[1]
+    if share > 1:
+        key, value = (x.repeat_interleave(share, 1) for x in (key, value))
+    q, k, v = (x.reshape(B, H * (L // size), size, D) for x in (query, key, value))
+    return scaled_dot_product_attention(q, k, v).reshape(B, H, L, D)
+
+
+def _cut_halves(split: int, grouped: bool, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    out = scaled_dot_product_attention(
+        query[:, :, split:], key[:, :, :split], value[:, :, :split], enable_gqa=grouped
+    )
+    return pad(out, (0, 0, split, 0))
 
 
 def sdpa_chunks(case: Case, *, keep_mask: bool = False) -> Attend:
@@ -41,13 +85,16 @@ def sdpa_chunks(case: Case, *, keep_mask: bool = False) -> Attend:
 
     As it is written in models, where the mask is made in the call; ``keep_mask`` makes it once.
     """
-    width = case.window
+    width, device = case.window, case.device
+    if case.key_heads is not None or case.batch > 1:
+        raise CannotRunError("is written for one batch element whose heads have their own keys")
     if not width or case.tokens % width:
         raise CannotRunError("cuts windows into chunks, nothing else")
     count = case.tokens // width
 
     def make_mask() -> Tensor:
-        q, k = torch.arange(width, 2 * width)[:, None], torch.arange(2 * width)
+        q = torch.arange(width, 2 * width, device=device)[:, None]
+        k = torch.arange(2 * width, device=device)
         mask = ((k <= q) & (q - k < width)).repeat(count, 1, 1)  # [count, width, 2 width]
         mask[0, :, :width] = False  # nothing comes before the first chunk
         return mask.repeat(case.heads, 1, 1)[:, None]
@@ -73,25 +120,45 @@ def sdpa_documents(case: Case) -> Attend:
     """A Python loop over the documents, each one causal call."""
     if not case.documents:
         raise CannotRunError("loops over documents, and there are none")
+    call = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=case.key_heads is not None)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         parts = zip(*(x.split(case.documents, dim=2) for x in (query, key, value)), strict=True)
-        outs = [scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in parts]
-        return torch.cat(outs, dim=2)
+        return torch.cat([call(q, k, v) for q, k, v in parts], dim=2)
 
     return attend
 
 
 def gather(case: Case) -> Attend:
     """Gather the neighbours' keys and values, then a dense softmax; takes and gives [1, N, H, D]."""
-    index = case.neighbours
-    if index is None:
-        raise CannotRunError("needs the same number of neighbours for every query")
-    scale = case.size**-0.5
+    if case.neighbours is None or case.batch > 1 or case.key_heads is not None:
+        raise CannotRunError("needs the same number of neighbours for every query of one batch element")
+    scale, index = case.size**-0.5, case.neighbours.to(case.device)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         scores = torch.einsum("nhd,nkhd->nhk", query[0], key[0][index]) * scale
         return torch.einsum("nhk,nkhd->nhd", scores.softmax(-1), value[0][index])[None]
+
+    return attend
+
+
+def pyg(case: Case) -> Attend:
+    """Messages along edges, with PyG's softmax and sum, as its TransformerConv has them; [1, N, H, D]."""
+    if case.neighbours is None or case.batch > 1 or case.key_heads is not None:
+        raise CannotRunError("passes messages along the edges of one graph, and there are none")
+    try:
+        from torch_geometric.utils import scatter, softmax
+    except ImportError as error:
+        raise CannotRunError(f"is not installed: {error}") from None
+    scale, count = case.size**-0.5, case.tokens
+    source = case.neighbours.to(case.device).reshape(-1)
+    target = torch.arange(count, device=case.device).repeat_interleave(case.neighbours.shape[1])
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = (query[0][target] * key[0][source]).sum(-1) * scale  # [E, H]
+        weights = softmax(scores, target, num_nodes=count)
+        out: Tensor = scatter(value[0][source] * weights[..., None], target, 0, count, reduce="sum")
+        return out[None]
 
     return attend
 
@@ -102,17 +169,20 @@ def flex(case: Case, block: int = 128) -> Attend:
 
     # Anew for each case: past eight of them torch.compile would give up and run it in eager, pair by pair.
     torch._dynamo.reset()
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
-
+    compiled: Callable[..., Tensor] = partial(
+        torch.compile(flex_attention, dynamic=False), enable_gqa=case.key_heads is not None
+    )
     mask_mod = case.mask_mod
     if case.neighbours is not None:
-        table = case.relation.dense(case.q_len, case.tokens)
+        table = case.relation.dense(case.q_len, case.tokens).to(case.device)
         mask_mod = lambda b, h, q, k: table[q, k]  # noqa: E731
     if mask_mod is None and not case.is_full:
         raise CannotRunError("has no mask_mod for it")
     if not mask_mod:
         return compiled
-    mask = create_block_mask(mask_mod, None, None, case.q_len, case.tokens, device="cpu", BLOCK_SIZE=block)
+    # On a GPU as its documentation advises: otherwise the mask is made pair by pair in memory.
+    make = torch.compile(create_block_mask) if case.device != "cpu" else create_block_mask
+    mask = make(mask_mod, None, None, case.q_len, case.tokens, device=case.device, BLOCK_SIZE=block)
     return partial(compiled, block_mask=mask)
 
 
@@ -122,9 +192,14 @@ PEERS: dict[str, Callable[[Case], Attend]] = {
     "SDPA, chunks": sdpa_chunks,
     "SDPA, chunks, mask kept": partial(sdpa_chunks, keep_mask=True),
     "SDPA, loop": sdpa_documents,
+    "SDPA, cut": sdpa_cut,
+    "SDPA, all pairs": sdpa_dense,
     "gather": gather,
+    "PyG": pyg,
     "Flex": flex,
     "Flex 64": partial(flex, block=64),
+    **LIBRARIES,
 }
-FORWARD_ONLY = ("Flex", "Flex 64")
-BY_NODE = ("gather",)  # takes [B, N, H, D]
+DENSE = "SDPA, all pairs"  # computes something else: a bound, never a peer that must agree
+FORWARD_ONLY = {"Flex": "cpu", "Flex 64": "cpu", "flashinfer": "cuda"}  # by type of device
+BY_NODE = ("gather", "PyG")  # take [B, N, H, D]
