@@ -79,18 +79,24 @@ def backends() -> dict[str, Attend]:
 
     def named(name: str) -> Attend:
         def attend(query: Tensor, key: Tensor, value: Tensor, relation: Relation) -> Tensor:
-            return attention(query, key, value, relation, backend=name)
+            place = _device(name)
+            q, k, v = query.to(place), key.to(place), value.to(place)
+            return attention(q, k, v, relation, backend=name).cpu()
 
         return attend
 
     return {name: named(name) for name in dispatch.BACKENDS}
 
 
+def _device(name: str) -> str:
+    """Where a backend is tried."""
+    return "cuda" if dispatch.KERNELS["cuda"] == name and torch.cuda.is_available() else "cpu"
+
+
 def why_not(name: str, relation: Relation) -> list[str]:
     """Why a backend cannot run a claim on this relation."""
-    query = torch.zeros(1, 1, TOKENS, 8)
-    keys = relation.lengths[1] or TOKENS
-    memory = torch.zeros(1, 1, keys, 8)
+    query = torch.zeros(1, 1, TOKENS, 8, device=_device(name))
+    memory = query.new_zeros(1, 1, relation.lengths[1] or TOKENS, 8)
     return dispatch.BACKENDS[name].why_not(Problem(query, memory, memory[..., :6], relation))
 
 
