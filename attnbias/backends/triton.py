@@ -41,7 +41,9 @@ def why_not(problem: Problem) -> list[str]:
     target = target_of(query.device)
     if isinstance(target, str):  # asked in every call on a CPU, so nothing else is looked at
         return [target]
+    no_bits = target.is_interpreted and query.dtype == torch.bfloat16
     refused = (
+        (no_bits, "dtype: Triton's interpreter computes with the bits of bfloat16, not with its numbers"),
         (query.dtype not in DTYPES, f"dtype: float32, float16 or bfloat16, got {query.dtype}"),
         (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
         (problem.score is not None, f"score: only the dot product (None) yet, got {problem.score!r}"),
