@@ -88,7 +88,7 @@ def backward(
     grad_value = query.new_zeros((B, H, K if needs[2] else 0, E), dtype=precision)
     grad_sink = query.new_zeros((B, H), dtype=torch.float64)
     first_part = 4 if call.additive is None else 5  # the weight of an additive score stands before them
-    # In float64, which torch adds up in one order: float32 it gives to threads on a CPU, who add as they come.
+    # In float64, which torch adds up in one order; float32 it gives to threads, who add as they come.
     grad_parts = {
         name: torch.zeros_like(part, dtype=torch.float64)
         for (name, part), need in zip(call.parts.items(), needs[first_part:], strict=False)
