@@ -143,7 +143,7 @@ def test_gradients_are_the_same_bits_each_time(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_the_same_bits_with_threads(backend, threads):
-    """On `rows` and the reference they were not: torch adds float32 at indices in the order of its threads."""
+    """On `rows` and the reference they were not: threads add float32 numbers as they come."""
     n, rng = 300, torch.Generator().manual_seed(1)
     query, key, value = make_inputs(1, B, H, 2, n, n, 8, 8)
     leaves = [torch.randn(x, generator=rng, requires_grad=True) for x in ((H, 32), (H, 39 * 39), (n, n))]

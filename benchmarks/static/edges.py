@@ -144,7 +144,7 @@ def in_flight(body: Sequence[Ins]) -> int:
 
 def figures(kernel: Compiled, which: str, H: int, D: int) -> Figures:
     """Count a kernel's loop over edges: the innermost one with the most loads."""
-    from attnbias.kernels.edges import choose_shape
+    from attnbias.kernels.edge_launch import choose_shape
 
     regs, _, ctas, _ = resources(kernel)
     section = max(disasm(kernel.cubin), key=lambda x: len(x.ins))
