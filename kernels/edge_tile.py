@@ -113,14 +113,9 @@ def load_weight(additive, h, D: tl.constexpr, D_PAD: tl.constexpr):
 def load_query(
     q, q_b, q_h, q_at, b, h, row, inner, additive, D: tl.constexpr, D_PAD: tl.constexpr, ALIGN: tl.constexpr
 ):
-    """Load queries [L, H, D_PAD] as ``score`` wants them, and the weight of an additive score, or None."""
+    """Load queries [L, H, D_PAD] as ``score`` wants them."""
     kept = load_nodes(heads_at(q, q_b, q_h, b, h, ALIGN), q_at, row, D, D_PAD, ALIGN).to(tl.float32)
-    weight = None
-    if additive is None:
-        kept *= inner
-    else:
-        weight = load_weight(additive, h, D, D_PAD)
-    return kept, weight
+    return kept * inner if additive is None else kept
 
 
 @triton.jit

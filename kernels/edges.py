@@ -42,6 +42,7 @@ from .edge_tile import (
     lines_of_pieces,
     load_nodes,
     load_query,
+    load_weight,
     locate,
     score,
     store_columns,
@@ -115,7 +116,8 @@ def edge_forward(
     """
     place = locate(items, item_count, first_cell, cell_heads, HEADS, BLOCKS, LANES)
     _, row, begin, end, slot, exists, b, h, inner_b, inner_h = place
-    kept, weight = load_query(q, q_b, q_h, q_at, b, h, row, inner, additive, D, D_PAD, ALIGN)  # [L, H, D]
+    kept = load_query(q, q_b, q_h, q_at, b, h, row, inner, additive, D, D_PAD, ALIGN)  # [L, H, D]
+    weight = None if additive is None else load_weight(additive, h, D, D_PAD)
     keys = heads_at(k, k_b, k_h, b, h // share, ALIGN)
     values = heads_at(v, v_b, v_h, b, h // share, ALIGN)
 

@@ -41,6 +41,7 @@ from .edge_tile import (
     load_nodes,
     load_query,
     load_sums,
+    load_weight,
     locate,
     score,
     steepness,
@@ -133,7 +134,8 @@ def edge_rows(
     CELL: tl.constexpr = HEADS * BLOCKS
     place = locate(items, item_count, first_cell, cell_heads, HEADS, BLOCKS, LANES)
     cell, row, begin, end, _, _, b, h, inner_b, inner_h = place
-    kept, weight = load_query(q, q_b, q_h, q_at, b, h, row, inner, additive, D, D_PAD, ALIGN)  # [L, H, D]
+    kept = load_query(q, q_b, q_h, q_at, b, h, row, inner, additive, D, D_PAD, ALIGN)  # [L, H, D]
+    weight = None if additive is None else load_weight(additive, h, D, D_PAD)
     d_outs = heads_at(grad_out, grad_out_b, grad_out_h, b, h, ALIGN)
     d_out = load_nodes(d_outs, grad_out_at, row, E, E_PAD, ALIGN).to(tl.float32)  # [L, H, E]
     kept_out = load_nodes(heads_at(out, out_b, out_h, b, h, ALIGN), out_at, row, E, E_PAD, ALIGN)
