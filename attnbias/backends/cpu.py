@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..layouts.layout import FIELDS, SIZES
 from ..terms import why_not_parts
-from . import cpu_edge_terms
+from . import edge_terms
 from .strides import empty_like_query
 
 if TYPE_CHECKING:
@@ -339,8 +339,8 @@ class _Extras:
             self.edge_bias, self.d_edge_bias = parts["edge"].contiguous(), grads.get("edge")
             self.bias_strides = (self.edge_bias.stride(0), int(self.edge_bias.shape[1] > 1))
         elif parts and call.layout.sizes["edges"]:
-            self.edge_places = cpu_edge_terms.find_places(call)
-            self.edge_bias = cpu_edge_terms.add_up(call, self.edge_places)
+            self.edge_places = edge_terms.find_places(call)
+            self.edge_bias = edge_terms.add_up(call, self.edge_places)
             self.d_edge_bias = torch.zeros_like(self.edge_bias) if grads else None
             bias_batch, head, edge = self.edge_bias.stride()
             self.bias_strides, self.bias_by_place = (edge, head), True
@@ -358,7 +358,7 @@ class _Extras:
     def finish(self) -> list[Tensor]:
         """Return the gradients of the score's weight and of the parts."""
         if self.d_edge_bias is not None and self.bias_by_place:
-            cpu_edge_terms.take_back(self.d_edge_bias, self.call, self.edge_places, self.grads)
+            edge_terms.take_back(self.d_edge_bias, self.call, self.edge_places, self.grads)
         return self.score_grads + self.grads
 
 
