@@ -155,7 +155,7 @@ class TransformerConv(Conv):
         """Attention [targets, H, C] whose keys and values have edge features, and its weights [E, H]."""
         if edges.attr is None:
             raise ValueError(f"edge_attr: wanted [E, edge_dim] = [E, {self.edge_dim}], got None")
-        by_head = self._edge_weight()
+        by_head = self._edge_weight(edges.attr)
         asked = torch.einsum("nhc,hcd->nhd", query, by_head)  # what a query looks for in edge features
         bias = dot_features(asked, edges) * self.out_channels**-0.5
         scores = Scores(query, key, terms=(EdgeBias(bias),))
@@ -282,24 +282,24 @@ class GATConv(GAT):
             add_self_loops=self.add_self_loops,
             fill_value=self.fill_value,
         )
+        residual = None if self.res is None or x_dst is None else self.res(x_dst)
         value, other = self._project(x_src, x_dst, isinstance(x, Tensor))
-        by_source = torch.einsum("nhc,hc->nh", value, self.att_src[0])
+        by_source = (value * self.att_src).sum(-1)
         if other is None:
             by_target = value.new_zeros(edges.graph.lengths[0], self.heads)
         else:
-            by_target = torch.einsum("nhc,hc->nh", other, self.att_dst[0])
+            by_target = (other * self.att_dst).sum(-1)
         if edges.attr is None or self.edge_dim is None:
             score = AdditiveScore(negative_slope=self.negative_slope)
             scores = Scores(by_target[..., None], by_source[..., None], score)
         else:
             self._check_edge_dim(edges)
             assert self.att_edge is not None
-            by_feature = torch.einsum("hcd,hc->dh", self._edge_weight(), self.att_edge[0])
+            by_feature = torch.einsum("hcd,hc->dh", self._edge_weight(edges.attr), self.att_edge[0])
             summed = by_target.index_select(0, edges.target) + by_source.index_select(0, edges.source)
             lifted = F.leaky_relu(summed + edges.attr @ by_feature, self.negative_slope)
             scores = Scores.of_edges(lifted, edges)
         out, weights = self._attend(scores, value, edges, bool(return_attention_weights))
-        residual = None if self.res is None or x_dst is None else self.res(x_dst)
         return self._finish(out, residual, edges, weights)
 
     def _project(self, x_src: Tensor, x_dst: Tensor | None, is_same: bool) -> tuple[Tensor, Tensor | None]:
@@ -417,6 +417,7 @@ class GATv2Conv(GAT):
             fill_value=self.fill_value,
         )
         self._check_edge_dim(edges)
+        residual = None if self.res is None else self.res(x_dst)
         value = self._heads(self.lin_l(x_src))
         is_same = isinstance(x, Tensor) and self.share_weights
         query = value if is_same else self._heads(self.lin_r(x_dst))
@@ -425,7 +426,6 @@ class GATv2Conv(GAT):
         else:
             scores = Scores.of_edges(self._score_features(query, value, edges), edges)
         out, weights = self._attend(scores, value, edges, bool(return_attention_weights))
-        residual = None if self.res is None else self.res(x_dst)
         return self._finish(out, residual, edges, weights)
 
     def _score_features(self, query: Tensor, key: Tensor, edges: Edges) -> Tensor:
@@ -435,7 +435,7 @@ class GATv2Conv(GAT):
 
         def score(attr: Tensor, source: Tensor, target: Tensor) -> Tensor:
             summed = query.index_select(0, target) + key.index_select(0, source) + self._heads(lin_edge(attr))
-            return torch.einsum("ehc,hc->eh", F.leaky_relu(summed, self.negative_slope), self.att[0])
+            return (F.leaky_relu(summed, self.negative_slope) * self.att).sum(-1)
 
         nodes, width = max(len(query), len(key)), query.shape[1] * query.shape[2]
         return torch.cat(by_chunks(score, width, nodes, edges.attr, edges.source, edges.target))

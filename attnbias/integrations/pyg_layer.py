@@ -137,9 +137,11 @@ class Conv(torch.nn.Module):
     def _merge(self, out: Tensor) -> Tensor:
         return out.flatten(1) if self.concat else out.mean(1)  # [N, H * C] or [N, C]
 
-    def _edge_weight(self) -> Tensor:
+    def _edge_weight(self, attr: Tensor) -> Tensor:
         """The weight of ``lin_edge`` by head, [H, C, d]."""
         lin_edge: Any = self.lin_edge
+        if torch.nn.parameter.is_lazy(lin_edge.weight):
+            lin_edge(attr[:0])
         weight: Tensor = lin_edge.weight
         return weight.view(self.heads, self.out_channels, weight.shape[1])
 
@@ -148,7 +150,7 @@ class Conv(torch.nn.Module):
             return
         if self.edge_dim is None:
             raise ValueError(f"edge_attr: wanted None, {type(self).__name__} was made without edge_dim")
-        if edges.attr.shape[1] != self.edge_dim:
+        if self.edge_dim not in (-1, edges.attr.shape[1]):
             wanted = f"[E, edge_dim] = [{len(edges.attr)}, {self.edge_dim}]"
             raise ValueError(f"edge_attr: wanted {wanted}, got {list(edges.attr.shape)}")
 
