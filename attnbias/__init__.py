@@ -28,6 +28,7 @@ from .relations import (
     Relation,
     Where,
     Window,
+    knn_graph,
 )
 from .terms import ALiBi, GridBias, KeyBias, PairBias, RelativeBias, linear_buckets, t5_buckets
 from .weights import attention_weights
@@ -65,6 +66,7 @@ __all__ = [
     "attention",
     "attention_weights",
     "explain",
+    "knn_graph",
     "layout_cache",
     "linear_buckets",
     "merge",
