@@ -198,10 +198,6 @@ def test_knn_graph_with_few_points_or_points_in_one_place() -> None:
 # -- orders -----------------------------------------------------------------------------------------
 
 
-def bandwidth(graph: ab.Graph) -> int:
-    return int((graph.edge_index[0] - graph.edge_index[1]).abs().max())
-
-
 @pytest.mark.parametrize("method", ["rcm", "morton"])
 @pytest.mark.parametrize("kind", ["graph", "neighbors"])
 def test_reorder(method: Any, kind: str) -> None:
