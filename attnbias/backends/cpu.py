@@ -320,7 +320,9 @@ class _Extras:
         wanted = dict(zip(parts, needs, strict=False))
         grads = {name: torch.zeros(x.shape) for name, x in parts.items() if wanted.get(name)}
         self.grads = [grads.get(name, call.query.new_empty(0)) for name in parts]
-        self.score_grads = [] if weight is None else [call.query.new_empty(0) if d_weight is None else d_weight]
+        self.score_grads = (
+            [] if weight is None else [call.query.new_empty(0) if d_weight is None else d_weight]
+        )
         sink = None if call.sink is None else call.sink.float().contiguous()
         codes = [x.contiguous() for x in call.codes]
         self.kept = (dense, sink, codes, weight, d_weight)

@@ -13,7 +13,7 @@ from ..layouts.bound import Bound, Place
 from ..layouts.edges import Edges
 from .algebra import Permuted
 from .graph_inputs import read_adjacency, read_edges
-from .listed import Listed, square, worst
+from .pairs import Listed, square, worst
 from .relation import Relation, as_count, as_indices, value
 
 

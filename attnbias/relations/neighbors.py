@@ -11,8 +11,8 @@ from torch import Tensor
 from ..layouts.bound import Bound, Place
 from ..layouts.edges import Edges
 from .graph import Graph
-from .listed import Listed, worst
 from .orders import as_points
+from .pairs import Listed, worst
 from .relation import as_count, as_indices, value
 
 
