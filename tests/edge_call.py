@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnbias.backends.cpu import library_path, missing
+from attnbias.backends.cpu import missing
 from attnbias.backends.strides import empty_like_query
 from attnbias.layouts.layout import FIELDS, Layout
+from attnbias.library import library_path
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
