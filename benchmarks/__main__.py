@@ -12,6 +12,7 @@ from attnbias import dispatch
 
 from . import cases, costs, gate, layouts, page, report, run, tables
 from .attention import scaling
+from .catalog import cases_of
 from .results import load, path_of, save
 
 WHAT = ("attention", "layouts", "gate", "costs", "threads")
@@ -60,7 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         dispatch.check_name(args.backend, "--backend")
     args.device = _device(args.device)
     args.then = load(args.compare) if args.compare else None
-    known = cases.CASES if args.what in ("gate", "threads") else cases.cases_of(args.device, is_quick=False)
+    known = cases.CASES if args.what in ("gate", "threads") else cases_of(args.device, is_quick=False)
     if args.case and args.what in ("attention", "threads") and not any(args.case in name for name in known):
         raise ValueError(f"--case: no case holds {args.case!r}; there are {', '.join(known)}")
     return args

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .cases import Attend, Case
-from .peers import BY_NODE, DENSE, FORWARD_ONLY, PEERS, CannotRunError
+from .peers import BY_HEAD, BY_NODE, DENSE, FORWARD_ONLY, PEERS, CannotRunError
 from .timing import CPU, Spread, Timer, interleave
 
 OURS = "attnbias"
@@ -83,6 +83,8 @@ def peer_step(case: Case, name: str, inputs: tuple[Tensor, ...], *, backward: bo
     theirs = inputs
     if name in BY_NODE:
         theirs = tuple(x.transpose(1, 2).contiguous() for x in inputs)
+    elif name in BY_HEAD:
+        theirs = tuple(x.contiguous() for x in inputs)
     with torch.no_grad():
         got = attend(*theirs[:3])
         want = case.attend(*inputs[:3])

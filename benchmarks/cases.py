@@ -362,13 +362,3 @@ def gpu_cases(device: str) -> Named:
     named["knn@32768 D=64"] = partial(nearest, 32768, **half)
     named["decoding@32768 D=64"] = partial(decoding, 32768, **half)
     return named
-
-
-def cases_of(device: str, *, is_quick: bool) -> Named:
-    """The named cases of a device: those of a quick run, or all."""
-    if not device.startswith("cuda"):
-        return {name: CASES[name] for name in (QUICK if is_quick else CASES)}
-    named = gpu_cases(device)
-    if is_quick:  # one shape of each relation
-        named = {name: make for name, make in named.items() if "/" not in name or GPU_QUICK in name}
-    return named

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .cases import Attend, Case
+from .graph_cases import GraphCase
 from .libraries import LIBRARIES, CannotRunError
 
-__all__ = ["BY_NODE", "DENSE", "FORWARD_ONLY", "PEERS", "CannotRunError"]
+__all__ = ["BY_HEAD", "BY_NODE", "DENSE", "FORWARD_ONLY", "PEERS", "CannotRunError"]
 
 # Pairs that a peer without sparsity is asked to compute, by type of device.
 MOST_PAIRS = {"cpu": 4096 * 4096, "cuda": 16384 * 16384}
@@ -142,27 +144,6 @@ def gather(case: Case) -> Attend:
     return attend
 
 
-def pyg(case: Case) -> Attend:
-    """Messages along edges, with PyG's softmax and sum, as its TransformerConv has them; [1, N, H, D]."""
-    if case.neighbours is None or case.batch > 1 or case.key_heads is not None:
-        raise CannotRunError("passes messages along the edges of one graph, and there are none")
-    try:
-        from torch_geometric.utils import scatter, softmax
-    except ImportError as error:
-        raise CannotRunError(f"is not installed: {error}") from None
-    scale, count = case.size**-0.5, case.tokens
-    source = case.neighbours.to(case.device).reshape(-1)
-    target = torch.arange(count, device=case.device).repeat_interleave(case.neighbours.shape[1])
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        scores = (query[0][target] * key[0][source]).sum(-1) * scale  # [E, H]
-        weights = softmax(scores, target, num_nodes=count)
-        out: Tensor = scatter(value[0][source] * weights[..., None], target, 0, count, reduce="sum")
-        return out[None]
-
-    return attend
-
-
 def flex(case: Case, block: int = 128) -> Attend:
     """FlexAttention compiled: on CPUs forward only."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -186,6 +167,61 @@ def flex(case: Case, block: int = 128) -> Attend:
     return partial(compiled, block_mask=mask)
 
 
+def _edges(case: Case) -> Tensor:
+    """[2, E]: sources and targets, those of neighbour lists too."""
+    if case.batch > 1 or case.key_heads is not None:
+        raise CannotRunError("takes one graph, whose heads have their own keys")
+    if isinstance(case, GraphCase):
+        return case.edge_index
+    if case.neighbours is None:
+        raise CannotRunError("knows only graphs")
+    target = torch.arange(case.tokens).repeat_interleave(case.neighbours.shape[1])
+    return torch.stack((case.neighbours.reshape(-1), target))
+
+
+def pyg(case: Case) -> Attend:
+    """TransformerConv of PyG without its linear layers: gather, softmax, scatter; takes [1, N, H, D]."""
+    edge_index = _edges(case).to(case.device)
+    if not find_spec("torch_geometric"):
+        raise CannotRunError("is not installed")
+    from torch_geometric.nn import TransformerConv
+
+    layer = TransformerConv(case.size, case.size, heads=case.heads)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = layer.propagate(edge_index, query=query[0], key=key[0], value=value[0], edge_attr=None)
+        return out[None]
+
+    return attend
+
+
+def torch_sparse(case: Case) -> Attend:
+    """Torch's sparse products and a softmax by scattering, head by head; takes dense heads [1, H, N, D]."""
+    nodes, edge_index = case.tokens, _edges(case)
+    if case.device != "cpu":
+        raise CannotRunError("is written for CPUs alone")
+    key, query = edge_index[:, edge_index[1].argsort(stable=True)]
+    ptr = torch.searchsorted(query.contiguous(), torch.arange(nodes + 1))
+    make = partial(torch.sparse_csr_tensor, size=(nodes, nodes), check_invariants=False)
+    pattern = make(ptr, key.contiguous(), torch.zeros(len(key)))
+    scale = case.size**-0.5
+
+    def softmax(scores: Tensor) -> Tensor:
+        most = scores.new_full((nodes,), -torch.inf).scatter_reduce_(0, query, scores, "amax")
+        weights = torch.exp(scores - most[query])
+        return weights / scores.new_zeros(nodes).index_add_(0, query, weights)[query]
+
+    def head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.sparse.sampled_addmm(pattern, q, k.T, beta=0.0, alpha=scale)
+        weights = softmax(scores.values())
+        return make(ptr, pattern.col_indices(), weights) @ v
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.stack([head(*each) for each in zip(query[0], key[0], value[0], strict=True)])[None]
+
+    return attend
+
+
 PEERS: dict[str, Callable[[Case], Attend]] = {
     "SDPA": sdpa,
     "SDPA, mask": sdpa_mask,
@@ -198,8 +234,11 @@ PEERS: dict[str, Callable[[Case], Attend]] = {
     "PyG": pyg,
     "Flex": flex,
     "Flex 64": partial(flex, block=64),
+    "torch.sparse": torch_sparse,
     **LIBRARIES,
 }
 DENSE = "SDPA, all pairs"  # computes something else: a bound, never a peer that must agree
-FORWARD_ONLY = {"Flex": "cpu", "Flex 64": "cpu", "flashinfer": "cuda"}  # by type of device
+# By type of device.
+FORWARD_ONLY = {"Flex": "cpu", "Flex 64": "cpu", "torch.sparse": "cpu", "flashinfer": "cuda"}
 BY_NODE = ("gather", "PyG")  # take [B, N, H, D]
+BY_HEAD = ("torch.sparse",)  # takes [B, H, N, D], each head dense

@@ -8,7 +8,9 @@ import torch
 
 from . import report, sweep
 from .attention import MATMUL, race
-from .cases import Case, cases_of
+from .cases import Case
+from .catalog import cases_of
+from .graphs import MissingGraphError
 from .peers import PEERS
 from .results import Results, describe_machine, entry_of, fill, picture_of, start
 from .timing import Spread, Timer, timer_of, using_threads
@@ -89,8 +91,13 @@ def measure(plan: Plan, results: Results) -> None:
     timer = timer_of(torch.device(plan.device), plan.threads)
     with using_threads(plan.threads), report.steps(2 * len(names) + len(points) + len(lengths)) as step:
         for name in names:
-            case = replace(cases_of(plan.device, is_quick=False)[name](), backend=plan.backend)
-            _case(plan, name, case, results, timer, step)
+            try:
+                made = cases_of(plan.device, is_quick=False)[name]()
+            except MissingGraphError as error:
+                step(f"{name} is left out: {error}")
+                step("")
+                continue
+            _case(plan, name, replace(made, backend=plan.backend), results, timer, step)
         sizes = _sizes(plan)
         for structure, backward, density in points:
             step(f"{structure}, {density:.1%}")

@@ -10,12 +10,12 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from .attention import OURS, peer_step, steps
-from .cases import Case, cases_of
+from .cases import Case
+from .catalog import cases_of, is_graph
 from .peers import PEERS, CannotRunError
 from .timing import CPU, LEAST
 
 ROUNDS = 5
-GRAPHS = ("knn",)  # words in the names of cases that are lists of neighbours
 SIDES = (OURS, *(name for name in PEERS if name != "SDPA, all pairs"))
 _chosen = torch.device("cpu")
 
@@ -32,9 +32,8 @@ def clock() -> float:
 
 
 def names(*, graphs: bool) -> list[str]:
-    """The quick cases, lists of neighbours apart."""
-    known = cases_of(str(_chosen), is_quick=True)
-    return [name for name in known if graphs == any(words in name for words in GRAPHS)]
+    """The quick cases, graphs and lists of neighbours apart."""
+    return [name for name in cases_of(str(_chosen), is_quick=True) if graphs == is_graph(name)]
 
 
 @lru_cache(maxsize=1)

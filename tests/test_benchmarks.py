@@ -18,6 +18,7 @@ from attnbias.benchmarks import __main__ as command
 from attnbias.benchmarks import (
     attention,
     cases,
+    catalog,
     libraries,
     page,
     peers,
@@ -47,6 +48,7 @@ SMALL = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("name", SMALL)
 def test_a_case_says_the_same_to_every_peer(name):
     """Its mask_mod and every peer in plain torch agree with the relation."""
@@ -83,7 +85,7 @@ def test_gpu_cases_have_the_known_shapes():
     assert {"causal@32768 D=128 16/4", "window@2048 D=64 16/16", "grid@128x128 D=64"} <= named.keys()
     case = named["causal@8192 D=128 16/4"]()
     assert (case.batch, case.heads, case.key_heads, case.size, case.dtype) == (4, 16, 4, 128, torch.bfloat16)
-    quick = cases.cases_of("cuda", is_quick=True)
+    quick = catalog.cases_of("cuda", is_quick=True)
     assert "causal@8192 D=64 16/16" in quick and "causal@2048 D=64 16/16" not in quick and len(quick) < 20
 
 
@@ -243,7 +245,7 @@ def small(monkeypatch):
     """A benchmark of two small cases."""
     named = {"causal@96": lambda: cases.causal(96), "knn@96": lambda: cases.nearest(96)}
     monkeypatch.setattr(run, "cases_of", lambda device, is_quick: named)
-    monkeypatch.setattr(command.cases, "cases_of", lambda device, is_quick: named)
+    monkeypatch.setattr(command, "cases_of", lambda device, is_quick: named)
     monkeypatch.setattr(run, "QUICK_FLEX", ())
     monkeypatch.setattr(run, "SWEPT", {"cpu": 128})
     monkeypatch.setattr(run, "LENGTHS", {"cpu": (128, 256)})
@@ -252,6 +254,7 @@ def small(monkeypatch):
     monkeypatch.setattr(timing, "LEAST", 1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_bench_leaves_table_json_plots_and_page(small, tmp_path, capsys):
     assert command.main(["--results", str(tmp_path), "--rounds", "2"]) == 0
     printed = capsys.readouterr().out
