@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from attnbias import dispatch
+from attnbias.__main__ import device_of
 
 from . import cases, costs, gate, layouts, page, report, run, tables
 from .attention import scaling
@@ -59,28 +60,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(f"--{name}: wanted at least 1, got {given}")
     if args.backend is not None:
         dispatch.check_name(args.backend, "--backend")
-    args.device = _device(args.device)
+    args.device = device_of(args.device)
     args.then = load(args.compare) if args.compare else None
     known = cases.CASES if args.what in ("gate", "threads") else cases_of(args.device, is_quick=False)
     if args.case and args.what in ("attention", "threads") and not any(args.case in name for name in known):
         raise ValueError(f"--case: no case holds {args.case!r}; there are {', '.join(known)}")
     return args
-
-
-def _device(name: str | None) -> str:
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device: wanted cpu, cuda or cuda:1, got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device: wanted cpu or cuda, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"--device: {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
-        )
-    return name
 
 
 def measure(args: argparse.Namespace) -> int:
