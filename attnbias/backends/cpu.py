@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 name = "cpu"
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LARGEST = 256  # of D and E
 FEW = 16  # queries that csrc/few.h takes at most, with scratch; a forward pass over more seldom needs any
 
@@ -36,7 +36,7 @@ _NONE = (0, 0, 0, 0, 0, 0)  # an ab_tensor that is not there
 
 # struct ab_call: what every call has; terms, sink and dropout; scratch; the layout.
 _HEAD = struct.Struct("=7q" + "4q2i" * 8 + "4Q2q2f2i")
-_EXTRAS = struct.Struct("=q" + "2Q6q" * 4 + "2Qq" + "Q" + "2Qqfi")
+_EXTRAS = struct.Struct("=q" + "2Q6q" * 4 + "2Qq" + "Q" + "2Qqff" + "2Q")
 _SCRATCH = struct.Struct("=Qq")
 _LAYOUT = struct.Struct(f"=8i{len(FIELDS)}Q")
 _NO_SCRATCH = _SCRATCH.pack(0, 0)
@@ -127,8 +127,6 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"dtype: float32, bfloat16 or float16, got {query.dtype}")
     if D > LARGEST or E > LARGEST:
         reasons.append(f"head size: at most {LARGEST}, got D={D} and E={E}")
-    if problem.score is not None:
-        reasons.append(f"score: only the dot product (None) yet, got {problem.score!r}")
     return reasons + why_not_parts(problem.terms) if problem.terms else reasons
 
 
@@ -190,7 +188,8 @@ def backward(
     if more and needs[3]:
         more[0] = _grad_sink(call, out, lse, grad_out, grad_lse)
     if extras is not None:
-        more[1 : 1 + len(extras.grads)] = extras.finish()
+        from_terms = extras.finish()
+        more[1 : 1 + len(from_terms)] = from_terms
     return [*grads, *more]
 
 
@@ -303,6 +302,7 @@ class _Extras:
         "grads",
         "kept",
         "packed",
+        "score_grads",
     )
 
     def __init__(self, call: Call, needs: Sequence[bool] = ()) -> None:
@@ -319,12 +319,21 @@ class _Extras:
             name: x if name in ("pair", "edge") or x.stride(2) == 1 else x.contiguous()
             for name, x in parts.items()
         }
+        weight, negative_slope = (None, 0.0) if call.additive is None else call.additive
+        d_weight = None
+        if weight is not None:
+            weight = weight.contiguous()
+            wants_weight, *needs = needs or (False,)
+            d_weight = torch.zeros_like(weight) if wants_weight else None
         wanted = dict(zip(parts, needs, strict=False))
         grads = {name: torch.zeros(x.shape) for name, x in parts.items() if wanted.get(name)}
         self.grads = [grads.get(name, call.query.new_empty(0)) for name in parts]
+        self.score_grads = (
+            [] if weight is None else [call.query.new_empty(0) if d_weight is None else d_weight]
+        )
         sink = None if call.sink is None else call.sink.float().contiguous()
         codes = [x.contiguous() for x in call.codes]
-        self.kept = (dense, sink, codes)
+        self.kept = (dense, sink, codes, weight, d_weight)
         bias_batch = 0
         if list(parts) == ["edge"]:
             # A gradient has to lie like its input: strides are given once.
@@ -343,14 +352,15 @@ class _Extras:
             *(_address(x) for x in codes or (None, None)),
             dense["grid"].shape[2] if "grid" in dense else 0,
             _address(sink),
-            *(seed, drop_below, call.layout.q_start, kept_share, 0),
+            *(seed, drop_below, call.layout.q_start, kept_share),
+            *(negative_slope, _address(weight), _address(d_weight)),
         )
 
     def finish(self) -> list[Tensor]:
-        """Return the gradients of the parts."""
+        """Return the gradients of the score's weight and of the parts."""
         if self.d_edge_bias is not None and self.bias_by_place:
             edge_terms.take_back(self.d_edge_bias, self.call, self.edge_places, self.grads)
-        return self.grads
+        return self.score_grads + self.grads
 
 
 def _dropout(call: Call) -> tuple[int, int, float]:
