@@ -1,4 +1,4 @@
-"""Numbers for edges and additive scores in the Triton kernels as compiled: every access in bounds, no race."""
+"""Numbers for edges and additive scores in the Triton kernels as compiled: accesses in bounds, no race."""
 
 import pytest
 import torch
