@@ -273,15 +273,15 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Sparse (CSR tensor|invariant)")  # torch's own, of features
     options.out.mkdir(parents=True, exist_ok=True)
     found = {}
+    kept: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
     for name in options.graphs or PAPER:
         task = read(name, options.data)
         epochs = time_epochs(task, options.rounds) if options.rounds else None
         with Bar(task.name, options.seeds) as bar:
             runs = [train(task, seed, options.epochs, bar) for seed in range(options.seeds)]
-        found[task.name] = (runs, report(task, runs, epochs))
-    kept = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-    kept |= {name: results for name, (_, results) in found.items()}
-    (options.out / "gat.json").write_text(json.dumps(kept, indent=1) + "\n")
+        kept[task.name] = report(task, runs, epochs)
+        found[task.name] = (runs, kept[task.name])
+        (options.out / "gat.json").write_text(json.dumps(kept, indent=1) + "\n")
     plot(found, options.out / "gat.png")
 
 
