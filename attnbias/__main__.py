@@ -1,4 +1,4 @@
-"""The command ``attnbias``: show a relation, verify a backend, say what can run here, run the benchmark."""
+"""The command ``attnbias``: show a relation, verify a backend, check the theory, run the benchmark."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verify.add_argument("--backend", default=None, help="its name; by default what each call chooses")
     verify.add_argument("--small", action="store_true", help="small problems, as for TRITON_INTERPRET=1")
     commands.add_parser("info", help="versions, devices, backends and why each can or cannot run")
+    commands.add_parser(
+        "theory", help="the mechanisms' relations and symmetries, and each claim on every backend"
+    )
     bench = commands.add_parser("bench", help="run the benchmark", add_help=False)
     given, rest = parser.parse_known_args(arguments)
     if rest and given.command != "bench":
@@ -41,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _verify(given)
         if given.command == "info":
             return _info()
+        if given.command == "theory":
+            return _theory()
         from .benchmarks.__main__ import main as run_benchmark
 
         bench.exit(run_benchmark(rest) or 0)
@@ -111,6 +116,14 @@ def _info() -> int:
             reasons = backend.why_not(problem)
             print(f"{device} {name}: {'; '.join(reasons) or 'can run'}")
     return 0
+
+
+def _theory() -> int:
+    from .symmetry.theory import report
+
+    text, held = report()
+    print(text)
+    return 0 if held else 1
 
 
 if __name__ == "__main__":

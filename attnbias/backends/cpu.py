@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import struct
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..layouts.layout import FIELDS, SIZES
+from ..library import library_path, open_library
 from ..terms import why_not_parts
 from . import edge_terms
 from .strides import empty_like_query
@@ -46,11 +45,10 @@ _NO_EXTRAS = bytes(_EXTRAS.size)
 class _Library:
     """The functions of the shared library; a call is passed as the bytes of its struct."""
 
-    def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
+    def __init__(self, library: ctypes.CDLL) -> None:
         version = library.ab_abi_version()
         if version != ABI_VERSION:
-            raise OSError(f"{path.name} has interface {version}, wanted {ABI_VERSION}")
+            raise OSError(f"{library_path().name} has interface {version}, wanted {ABI_VERSION}")
         self.forward = library.ab_forward
         self.backward = library.ab_backward
         self.scratch_bytes = library.ab_scratch_bytes
@@ -66,20 +64,14 @@ class _Library:
         self.level.restype = self.levels.restype = ctypes.c_char_p
 
 
-def library_path() -> Path:
-    """Where the library is; ATTNBIAS_CPU_LIBRARY names another one, for tests of a sanitized build."""
-    named = os.environ.get("ATTNBIAS_CPU_LIBRARY")
-    return Path(named) if named else Path(__file__).parent.parent / "libattnbias.so"
-
-
 @cache
 def _load() -> _Library | str:
     """Load the library, or say in words why that cannot be done."""
-    path = library_path()
-    if not path.exists():
-        return "library: attnbias was installed without its C++ library (no compiler was found)"
+    opened = open_library()
+    if isinstance(opened, str):
+        return opened
     try:
-        return _Library(path)
+        return _Library(opened)
     except OSError as error:
         return f"library: {error}"
 
@@ -328,9 +320,8 @@ class _Extras:
         wanted = dict(zip(parts, needs, strict=False))
         grads = {name: torch.zeros(x.shape) for name, x in parts.items() if wanted.get(name)}
         self.grads = [grads.get(name, call.query.new_empty(0)) for name in parts]
-        self.score_grads = (
-            [] if weight is None else [call.query.new_empty(0) if d_weight is None else d_weight]
-        )
+        unwanted = call.query.new_empty(0)
+        self.score_grads = [] if weight is None else [unwanted if d_weight is None else d_weight]
         sink = None if call.sink is None else call.sink.float().contiguous()
         codes = [x.contiguous() for x in call.codes]
         self.kept = (dense, sink, codes, weight, d_weight)
