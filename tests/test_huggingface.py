@@ -292,15 +292,40 @@ def test_a_relation_is_intersected_with_the_mask(name, relation):
     )
 
 
-def test_a_relation_for_each_layer_holds_in_generation():
-    """Greedy tokens of a sparse model with a cache are those without one."""
+@pytest.mark.parametrize(
+    "relation", [ab.Columns(3) | ab.Window(before=2), ab.Chunks(6) | ab.Window(before=0)]
+)
+def test_a_relation_for_each_layer_holds_in_generation(relation):
+    """Greedy tokens of a sparse model are the same with a cache, which slides, and without one."""
     model, (given, _) = make("gemma2"), inputs("gemma2", "left")
-    hf.attach(model, lambda layer: ab.Columns(3) | ab.Window(before=2) if layer else None)
+    hf.attach(model, lambda layer: relation if layer else None)
     options = {"max_new_tokens": 8, "do_sample": False}
     cached = model.generate(**given, **options, use_cache=True)
     assert torch.equal(cached, model.generate(**given, **options, use_cache=False))
     own = [getattr(layer.self_attn, hf._RELATION) for layer in model.model.layers]
     assert own[0] is None and own[1] == own[2] != None  # noqa: E711
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "cross"),
+    [
+        ("bert", 2, 0),
+        ("gpt2", 2, 0),
+        ("t5", 4, 2),
+        ("vit", 2, 0),
+        ("gemma2", 3, 0),
+        ("gemma3", 3, 0),
+        ("llama", 2, 0),
+    ],
+)
+def test_every_attention_of_a_model_is_found(name, own, cross):
+    model = hf.attach(make(name), ab.Full())
+    held = [getattr(module, hf._RELATION, None) for module in model.modules()]
+    assert sum(each is not None for each in held) == own
+    if cross:
+        hf.set_relation(model, hf.NearestKeys(2), cross=True)
+        held = [getattr(module, hf._RELATION, None) for module in model.modules()]
+        assert sum(isinstance(each, hf.NearestKeys) for each in held) == cross
 
 
 def test_a_graph_with_double_edges_counts_them_in_a_step_too():
