@@ -95,7 +95,8 @@ def _speed(results: Results) -> Figure:
         for backward, (peer, (middle, low, high)) in passes.items():
             y = place + (0.2 if backward else -0.2)
             colour = AMBER if backward else BLUE
-            axes.barh(y, middle, 0.36, color=colour, xerr=[[middle - low], [high - middle]], ecolor=GREY)
+            whiskers = [[middle - low], [high - middle]]
+            axes.barh(y, middle - 1, 0.36, left=1, color=colour, xerr=whiskers, ecolor=GREY)
             label = f" {middle:.3g}x  {peer}"
             axes.text(max(high, middle), y, label, va="center", fontsize=8, color="#3a4556")
     axes.set_yticks(range(len(rows)), list(rows))
