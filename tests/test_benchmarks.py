@@ -26,6 +26,7 @@ from attnbias.benchmarks import (
     results,
     run,
     sweep,
+    sweep_gate,
     tables,
     timing,
 )
@@ -366,6 +367,17 @@ def test_crossover_lies_between_the_points_around_it():
 def test_regret_is_against_the_better_form():
     assert sweep.regret(point(0.1, 1.0, tiles=1.0, edges=0.8)) == pytest.approx(1.25)
     assert sweep.regret(point(0.1, 1.0, tiles=1.2, edges=1.1)) == 1.0
+
+
+def test_the_gate_of_the_sweep_finds_what_is_slower(monkeypatch):
+    monkeypatch.setattr(sweep_gate, "STRUCTURES", {"random pairs": None})
+    monkeypatch.setattr(sweep_gate, "QUICK_DENSITIES", (0.1, 1.0))
+    for dense, edges, want in ((2.0, 1.1, [True] * 4), (0.4, 0.9, [False] * 4)):
+        made = lambda s, density, *_, d=dense, e=edges, **__: point(density, d, edges=e)  # noqa: E731
+        monkeypatch.setattr(sweep_gate, "measure_density", made)
+        found = list(sweep_gate.lines(1))
+        assert [held for _, held in found] == want
+        assert all(len(cells) == 7 for cells, _ in found)
 
 
 def test_verdicts_name_what_is_slower():
