@@ -28,14 +28,17 @@ from .relations import (
     Relation,
     Where,
     Window,
+    knn_graph,
 )
-from .terms import ALiBi, GridBias, KeyBias, PairBias, RelativeBias, linear_buckets, t5_buckets
-from .weights import attention_weights
+from .scores import AdditiveScore
+from .terms import ALiBi, EdgeBias, GridBias, KeyBias, PairBias, RelativeBias, linear_buckets, t5_buckets
+from .weights import attention_weights, edge_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ALiBi",
+    "AdditiveScore",
     "Bipartite",
     "Causal",
     "Chunks",
@@ -43,6 +46,7 @@ __all__ = [
     "Dense",
     "Dilated",
     "Documents",
+    "EdgeBias",
     "Empty",
     "Full",
     "Global",
@@ -64,7 +68,9 @@ __all__ = [
     "Window",
     "attention",
     "attention_weights",
+    "edge_weights",
     "explain",
+    "knn_graph",
     "layout_cache",
     "linear_buckets",
     "merge",

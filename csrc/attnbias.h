@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 // Grows with every change of a struct or of a function below; who loads the library compares it.
-#define AB_ABI_VERSION 2
+#define AB_ABI_VERSION 3
 
 enum ab_dtype { AB_FLOAT32 = 0, AB_BFLOAT16 = 1, AB_FLOAT16 = 2 };
 
@@ -90,8 +90,12 @@ typedef struct ab_call {
   uint64_t seed, drop_below;             // dropout: 32 bits of Philox below it drop a pair; 0 = none
   int64_t q_start;                       // position of the first query: dropout counts positions
   float kept_share;                      // what the kept pairs are multiplied by, 1 / (1 - p)
-  int32_t unused;
-  void *scratch;  // any contents, 64-byte aligned
+  float negative_slope;                  // of an additive score
+  // [H, D], dense: scores are sum_d additive[h, d] * LeakyReLU(q_d + k_d) in place of q.k, on a layout of
+  // edges alone; NULL = q.k. Backward writes its gradient.
+  const float *additive;
+  float *dadditive;  // [H, D], dense; NULL = not wanted
+  void *scratch;     // any contents, 64-byte aligned
   int64_t scratch_bytes;
   ab_layout layout;
 } ab_call;

@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..philox import keep_mask
+from ..scores import MadeScore
+from ..terms import EdgeBias
+from .reference_edges import add_up_edges
 from .strides import empty_like_query
 
 if TYPE_CHECKING:
@@ -38,8 +41,8 @@ class _Index(NamedTuple):
 
 def why_not(problem: Problem) -> list[str]:
     """Say what keeps the reference from running this problem."""
-    score = problem.score
-    return [] if score is None else [f"score: only the dot product (None) yet, got {score!r}"]
+    made = problem.score if isinstance(problem.score, MadeScore) else None
+    return [] if made is None else [f"score: {made.word} was made for backends behind the op"]
 
 
 def attend(problem: Problem, elements: int | None = None) -> tuple[Tensor, Tensor]:
@@ -57,13 +60,16 @@ def attend(problem: Problem, elements: int | None = None) -> tuple[Tensor, Tenso
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     # Cast here and not by strip: the strips' gradients then add up before they are rounded.
     exact = (query.to(precision), key.to(precision), value.to(precision))
-    if torch.compiler.is_compiling() or B * H * Q * key.shape[2] <= elements:
+    row = B * H * key.shape[2]
+    if problem.score is not None:
+        row *= query.shape[3]  # its numbers are added after they are made
+    if torch.compiler.is_compiling() or row * Q <= elements:
         out, lse = _strip(problem, *exact, 0, Q)
     else:
         run: Callable[..., tuple[Tensor, Tensor]] = _strip
         if torch.is_grad_enabled():  # backward computes a strip again instead of keeping it
             run = partial(checkpoint, _strip, use_reentrant=False, preserve_rng_state=False)
-        rows = max(1, elements // (B * H * key.shape[2]))
+        rows = max(1, elements // row)
         starts = range(0, Q, rows)
         strips = [run(problem, *exact, start, min(start + rows, Q)) for start in starts]
         out = torch.cat([strip[0] for strip in strips], dim=2)
@@ -106,8 +112,14 @@ def _weigh(
         k=torch.arange(K, device=query.device).view(1, 1, 1, -1),
     )
     heads = (Hk, H // Hk if Hk else 1)  # query heads by the key head they share
-    grouped = torch.unflatten(query[:, :, start:stop], 1, heads)
-    scores = torch.einsum("bgrqd,bgkd->bgrqk", grouped, key).flatten(1, 2) * problem.scale
+    rows = query[:, :, start:stop]
+    if problem.score is None:
+        scores = torch.einsum("bgrqd,bgkd->bgrqk", torch.unflatten(rows, 1, heads), key).flatten(1, 2)
+    else:
+        assert not isinstance(problem.score, MadeScore)
+        keys = key.repeat_interleave(heads[1], 1)
+        scores = problem.score.pairs(index.h, rows[:, :, :, None], keys[:, :, None])
+    scores = scores * problem.scale
     scores = _modify(problem, scores, index)
     scores = _restrict(problem, scores, index, start, stop)
     probs, lse = _softmax(scores, problem.sink)
@@ -126,12 +138,13 @@ def _modify(problem: Problem, scores: Tensor, index: _Index) -> Tensor:
     if problem.softcap:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     for term in problem.terms:
-        scores = scores + term.value(*index).to(scores.dtype)
+        if not isinstance(term, EdgeBias):
+            scores = scores + term.value(*index).to(scores.dtype)
     return scores  # [B, H, rows, K]
 
 
 def _restrict(problem: Problem, scores: Tensor, index: _Index, start: int, stop: int) -> Tensor:
-    """Set unrelated pairs to -inf; a pair that counts n times gets + log n."""
+    """Set unrelated pairs to -inf; a pair of n edges gets the log of their summed exp(bias), or + log n."""
     b, h, q, k = index
     count: Tensor | None
     if problem.layout is not None:
@@ -141,7 +154,9 @@ def _restrict(problem: Problem, scores: Tensor, index: _Index, start: int, stop:
         assert problem.relation is not None
         count = problem.relation.multiplicity(q, k, b, h)
         related = problem.relation.related(q, k, b, h)
-    if count is not None:
+    if any(isinstance(term, EdgeBias) for term in problem.terms):
+        scores = scores + add_up_edges(problem, start, stop, scores.dtype)
+    elif count is not None:
         scores = scores + count.clamp(min=1).to(scores.dtype).log()
     return scores.masked_fill(~related, -torch.inf)
 

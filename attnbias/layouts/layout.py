@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,7 +92,7 @@ def field_offsets(sizes: dict[str, int]) -> tuple[list[int], int]:
     offsets, end = [], 0
     for shape in field_shapes(sizes).values():
         offsets.append(end)
-        end += -(-int(np.prod(shape, dtype=np.int64)) // ALIGNMENT) * ALIGNMENT
+        end += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
     return offsets, end
 
 
@@ -232,7 +233,7 @@ class Layout:
     def _view(self, name: str) -> Tensor:
         shape = field_shapes(self.sizes)[name]
         offset = self._numbers[len(SIZES) + FIELDS.index(name)]
-        return self.buffer[offset : offset + int(np.prod(shape, dtype=np.int64))].view(shape)
+        return self.buffer[offset : offset + math.prod(shape)].view(shape)
 
     @property
     def device(self) -> torch.device:
@@ -258,6 +259,16 @@ class Layout:
         """Whether the lists were found right and are unchanged, so that kernels may follow them."""
         kept = getattr(self.buffer, "_attnbias_trusted", None)
         return kept is not None and kept[0] is self.where and kept[1:] == self._state[1:]
+
+    @property
+    def edge_numbers(self) -> int:
+        """One more than the largest number that the caller gave an edge; read once: it waits for a GPU."""
+        kept = getattr(self.buffer, "_attnbias_edge_numbers", None)
+        if kept is None or kept[0] != self._state[1:] or kept[1] is not self.where:
+            count = int(self.edge_id.max()) + 1 if self.sizes["edges"] else 0
+            kept = (self._state[1:], self.where, count)
+            self.buffer._attnbias_edge_numbers = kept  # type: ignore[attr-defined]
+        return int(kept[2])
 
     @property
     def _state(self) -> tuple[Tensor, int, int]:

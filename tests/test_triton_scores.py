@@ -1,0 +1,76 @@
+"""Numbers for edges and additive scores in the Triton kernels, in Triton's interpreter: see test_triton."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from score_cases import CASES, SHAPE, check, graph
+
+import attnbias as ab
+from attnbias.testing import make_inputs
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_interpreted")
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    """Fill what is allocated without a value with NaN, by whichever function."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_interpreted():
+    """This file once more, interpreted."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "passed" in run.stdout
+
+
+@interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name):
+    relation, sizes, options = CASES[name]
+    check(relation, sizes, **options)
+
+
+@interpreted
+def test_no_edges_have_gradients_of_zero():
+    relation, sizes, _ = CASES["no edges"]
+    out, lse, *grads = check(relation, sizes, edge_bias=2, weight=True)
+    assert not out.any() and (lse == -torch.inf).all() and not any(x.any() for x in grads)
+
+
+@interpreted
+def test_dropped_edges_have_no_gradient():
+    """``& other`` keeps the numbers of the edges that stay, the first of each pair."""
+    ends = torch.tensor([[0, 4, 1, 1, 3], [2, 2, 2, 2, 1]])
+    bias = torch.randn(5, 2, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    query, key, value = make_inputs(1, 1, 2, 2, 5, 5, 8, 8)
+    relation = ab.Graph(ends, num_nodes=5) & ab.Causal()
+    found = []
+    for backend in ("triton", "reference"):
+        out = ab.attention(query, key, value, relation, terms=[ab.EdgeBias(bias)], backend=backend)
+        found.append(torch.autograd.grad(out.square().sum(), bias)[0])
+    assert not found[0][[1, 3, 4]].any() and found[0][[0, 2]].all()
+    torch.testing.assert_close(*found)
+
+
+@interpreted
+def test_gradients_are_the_same_bits_each_time():
+    options = {"weight": True, "edge_bias": 2}
+    first, second = check(graph(), SHAPE, **options), check(graph(), SHAPE, **options)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
