@@ -13,6 +13,7 @@ from torch import Tensor
 from . import relations as ab_relations
 from .philox import keep_mask
 from .relations import Relation
+from .scores import AdditiveScore
 from .terms import Term
 
 GUARD = 64  # elements of NaN on both sides of a tensor without strides
@@ -159,6 +160,7 @@ def eager(
     *,
     counts: Tensor | None = None,
     terms: Sequence[Term] = (),
+    score: AdditiveScore | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sink: Tensor | None = None,
@@ -177,8 +179,9 @@ def eager(
         mask: bool, broadcasts to [B, H, Q, K]; True = may attend.
         counts: how often each pair counts, broadcasts likewise; 0 = unrelated.
         terms: objects whose ``value(b, h, q, k)`` is added to the score.
-        scale: factor of the dot products, D**-0.5 when None.
-        softcap: bound c of the scaled products, c * tanh(score / c); 0 is off.
+        score: None, the dot product, or an ``AdditiveScore``.
+        scale: factor of the score; None is D**-0.5 for the dot product, else 1.
+        softcap: bound c of the scaled scores, c * tanh(score / c); 0 is off.
         sink: [H], a further logit without a value.
         dropout_p: share of the pairs dropped after the softmax.
         seed: int64 of one element, for dropout.
@@ -197,8 +200,10 @@ def eager(
     h = torch.arange(H, device=device)[None, :, None, None]
     q = torch.arange(q_start, q_start + Q, device=device)[None, None, :, None]
     k = torch.arange(K, device=device)[None, None, None, :]
-    scores = _product(query, key.mT)
-    scores = scores * (D**-0.5 if scale is None else scale)
+    if score is None:
+        scores = _product(query, key.mT) * (D**-0.5 if scale is None else scale)
+    else:
+        scores = score.pairs(h, query[:, :, :, None], key[:, :, None]) * (1.0 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     for term in terms:

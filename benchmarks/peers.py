@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -141,20 +142,24 @@ def torch_sparse(case: Case) -> Attend:
     if not isinstance(case, GraphCase):
         raise CannotRunError("knows only graphs")
     nodes = case.tokens
-    key, query = case.edge_index[:, case.edge_index[1].argsort(stable=True)]
-    ptr = torch.searchsorted(query.contiguous(), torch.arange(nodes + 1))
-    pattern = torch.sparse_csr_tensor(ptr, key.contiguous(), torch.zeros(len(key)), (nodes, nodes))
-    scale = case.size**-0.5
+    column, row = (x.contiguous() for x in case.edge_index[:, case.edge_index[1].argsort(stable=True)])
+    ptr, scale = torch.searchsorted(row, torch.arange(nodes + 1)), case.size**-0.5
+
+    def matrix(values: Tensor) -> Tensor:
+        return torch.sparse_csr_tensor(ptr, column, values, (nodes, nodes), check_invariants=False)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
+        pattern = matrix(torch.zeros(len(column)))
 
     def softmax(scores: Tensor) -> Tensor:
-        most = scores.new_full((nodes,), -torch.inf).scatter_reduce_(0, query, scores, "amax")
-        weights = torch.exp(scores - most[query])
-        return weights / scores.new_zeros(nodes).index_add_(0, query, weights)[query]
+        most = scores.new_full((nodes,), -torch.inf).scatter_reduce_(0, row, scores, "amax")
+        weights = torch.exp(scores - most[row])
+        return weights / scores.new_zeros(nodes).index_add_(0, row, weights)[row]
 
     def head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.sparse.sampled_addmm(pattern, q, k.T, beta=0.0, alpha=scale)
-        weights = softmax(scores.values())
-        return torch.sparse_csr_tensor(ptr, pattern.col_indices(), weights, (nodes, nodes)) @ v
+        return matrix(softmax(scores.values())) @ v
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return torch.stack([head(*each) for each in zip(query[0], key[0], value[0], strict=True)])[None]
