@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -200,21 +201,24 @@ def torch_sparse(case: Case) -> Attend:
     nodes, edge_index = case.tokens, _edges(case)
     if case.device != "cpu":
         raise CannotRunError("is written for CPUs alone")
-    key, query = edge_index[:, edge_index[1].argsort(stable=True)]
-    ptr = torch.searchsorted(query.contiguous(), torch.arange(nodes + 1))
-    make = partial(torch.sparse_csr_tensor, size=(nodes, nodes), check_invariants=False)
-    pattern = make(ptr, key.contiguous(), torch.zeros(len(key)))
-    scale = case.size**-0.5
+    column, row = (x.contiguous() for x in edge_index[:, edge_index[1].argsort(stable=True)])
+    ptr, scale = torch.searchsorted(row, torch.arange(nodes + 1)), case.size**-0.5
+
+    def matrix(values: Tensor) -> Tensor:
+        return torch.sparse_csr_tensor(ptr, column, values, (nodes, nodes), check_invariants=False)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
+        pattern = matrix(torch.zeros(len(column)))
 
     def softmax(scores: Tensor) -> Tensor:
-        most = scores.new_full((nodes,), -torch.inf).scatter_reduce_(0, query, scores, "amax")
-        weights = torch.exp(scores - most[query])
-        return weights / scores.new_zeros(nodes).index_add_(0, query, weights)[query]
+        most = scores.new_full((nodes,), -torch.inf).scatter_reduce_(0, row, scores, "amax")
+        weights = torch.exp(scores - most[row])
+        return weights / scores.new_zeros(nodes).index_add_(0, row, weights)[row]
 
     def head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.sparse.sampled_addmm(pattern, q, k.T, beta=0.0, alpha=scale)
-        weights = softmax(scores.values())
-        return make(ptr, pattern.col_indices(), weights) @ v
+        return matrix(softmax(scores.values())) @ v
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return torch.stack([head(*each) for each in zip(query[0], key[0], value[0], strict=True)])[None]

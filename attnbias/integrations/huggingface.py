@@ -77,7 +77,7 @@ def attach(model: Any, relation: Chosen | Callable[[int], Chosen | None] | None 
         if hasattr(module, "compute_bias") and hasattr(module, "relative_attention_max_distance"):
             # T5 and its kin: a table of biases by distance, made a [Q, K] tensor only where others need one.
             # Without a table (cross-attention) the model adds zeros of that size; it asks here instead.
-            module.compute_bias = _position_bias.__get__(module)
+            module.compute_bias = partial(_position_bias, module)  # not a method: those do not pickle
             module.has_relative_attention_bias = True
     if relation is not None:
         set_relation(model, relation)
@@ -265,21 +265,20 @@ class _NoBias:
 
 
 def _position_bias(
-    self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
+    module: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
 ) -> Any:
     """T5's ``compute_bias``: the table itself for attnbias, for others the tensor they expect."""
-    has_table = hasattr(self, "relative_attention_bias")
-    if self.config._attn_implementation == NAME:
+    has_table = hasattr(module, "relative_attention_bias")
+    if module.config._attn_implementation == NAME:
         if not has_table:
             return _NoBias()
-        buckets = t5_buckets(not self.is_decoder, self.relative_attention_max_distance)
-        return RelativeBias(self.relative_attention_bias.weight.T, buckets)
+        buckets = t5_buckets(not module.is_decoder, module.relative_attention_max_distance)
+        return RelativeBias(module.relative_attention_bias.weight.T, buckets)
     if has_table:
-        return type(self).compute_bias(
-            self, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens
+        return type(module).compute_bias(
+            module, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens
         )
-    weight = self.q.weight
-    return torch.zeros(1, self.n_heads, query_length, key_length, device=device, dtype=weight.dtype)
+    return module.q.weight.new_zeros(1, module.n_heads, query_length, key_length)
 
 
 def attention_forward(
