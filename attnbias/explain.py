@@ -156,8 +156,9 @@ def verify(
     exact = _differentiate(_detached(problem, torch.float64), weights, reference.attend)
     textbook = _textbook(problem, weights)
     grad_out, grad_lse = _draw_weights(problem)
+    scale = problem.scale if problem.score is None else problem.scale / min(problem.score.ranks)
     sizes = testing.magnitudes(
-        problem.query, problem.key, problem.value, grad_out, grad_lse, problem.scale, problem.dropout_p
+        problem.query, problem.key, problem.value, grad_out, grad_lse, scale, problem.dropout_p
     )
     results = {what: _compare(what, got[what], textbook[what], exact[what], sizes[what]) for what in got}
     return Verification(name, results)
@@ -247,6 +248,7 @@ def _textbook_strip(problem: Problem, weights: Sequence[Tensor], rows: slice) ->
             mask,
             counts=counts,
             terms=strip.terms,
+            score=strip.score,
             scale=strip.scale,
             softcap=strip.softcap,
             sink=strip.sink,

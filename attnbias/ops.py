@@ -12,6 +12,7 @@ from torch import Tensor
 from . import dispatch
 from .backends.strides import empty_like_query
 from .layouts.layout import Layout
+from .multilevel import MultiLevel
 from .problem import Call, Problem
 from .relations import from_key
 from .terms import MadePart, make_parts
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from .relations.relation import Relation
     from .terms import Term
 
-# ``spec``: its first line is for the backend. A call traced with a relation adds two, the layout's
-# form and the relation's key; the layout is then looked up when the op runs.
+# ``spec``: its first line is for the backend: the parts of the terms, and behind a "|" the key of a score
+# that is not the dot product. A call traced with a relation adds two, the layout's form and the relation's
+# key; the layout is then looked up when the op runs.
 # ``backend``: a name; behind a "?" it has yet to be asked whether it can run ("?" alone: choose).
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor layout, Tensor where, Tensor[] terms, Tensor? sink, "
@@ -71,7 +73,7 @@ def attention(
     relation: Relation | Layout | None = None,
     *,
     terms: Sequence[Term] = (),
-    score: None = None,
+    score: MultiLevel | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
@@ -85,7 +87,7 @@ def attention(
 
     It equals this PyTorch, without the [Q, K] scores in memory or the unrelated ones computed::
 
-        scores = scale * query @ key.mT                                # [B, H, Q, K]
+        scores = scale * query @ key.mT                                # [B, H, Q, K], or by ``score``
         scores = softcap * tanh(scores / softcap) + sum of the terms
         scores = scores.masked_fill(~relation.dense(Q, K), -inf)
         lse = logsumexp([scores, sink], dim=-1)                        # [B, H, Q]
@@ -102,8 +104,8 @@ def attention(
         relation: which query attends to which key; a Layout is a relation made ready for these
             lengths. None relates every pair.
         terms: values added to the scores of related pairs, such as a bias by distance.
-        score: None, the dot product.
-        scale: factor of the dot product, D**-0.5 if None.
+        score: None, the dot product; or a ``MultiLevel`` in its place.
+        scale: factor of the dot product, D**-0.5 if None; with a ``MultiLevel`` 1.
         softcap: bound on the scores; None or 0 is off.
         sink: [H], a logit that takes its share of each softmax and has no value.
         dropout_p: share of the probabilities to drop, with torch's generator.
@@ -186,6 +188,7 @@ def layout_of(problem: Problem) -> Layout:
         device=query.device,
         batch=B,
         heads=H,
+        score=problem.score,
     )
 
 
@@ -216,6 +219,8 @@ def _call(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     names, parts = make_parts(problem.terms, problem.sizes) if problem.terms else ("", [])
+    if problem.score is not None:
+        names = f"{names}|{problem.score.key}"
     return op(
         problem.query,
         problem.key,
@@ -261,6 +266,8 @@ def _prepare(
 ) -> tuple[Call, dispatch.InOp]:
     """Make what the backend gets from the op's arguments; a traced call is checked only now."""
     words, _, wanted = spec.partition("\n")
+    words, _, levels = words.partition("|")
+    score = MultiLevel.from_key(levels) if levels else None
     if wanted:
         form, _, name = wanted.partition("\n")
         B, H, Q, _ = query.shape
@@ -272,6 +279,7 @@ def _prepare(
             form=cast("Form", form),
             batch=B,
             heads=H,
+            score=score,
         )
     else:
         layout = Layout(buffer, where)
@@ -281,6 +289,7 @@ def _prepare(
             key,
             value,
             layout,
+            score=score,
             scale=scale,
             softcap=softcap,
             sink=sink,
@@ -289,7 +298,7 @@ def _prepare(
         )
         problem.terms = tuple(map(MadePart, words.split()))
         backend = dispatch.choose(problem, backend[1:] or None, dispatch.IN_OP)
-    call = Call(query, key, value, layout, tuple(terms), sink, seed, scale, softcap, dropout_p, words)
+    call = Call(query, key, value, layout, tuple(terms), sink, seed, scale, softcap, dropout_p, words, score)
     return call, dispatch.IN_OP[backend]
 
 

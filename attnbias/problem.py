@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .layouts.layout import Layout
+from .multilevel import MultiLevel
 from .relations import Full
 from .relations.relation import Relation
 from .terms import KernelTerm, Sizes
@@ -26,7 +27,7 @@ class Options(TypedDict, total=False):
     """The keyword arguments that ``attention``, ``explain`` and ``verify`` hand to ``Problem``."""
 
     terms: Sequence[Term]
-    score: None
+    score: MultiLevel | None
     scale: float | None
     softcap: float | None
     sink: Tensor | None
@@ -47,8 +48,8 @@ class Problem:
         value: [B, Hk, K, E] or [Hk, K, E].
         relation: a Relation, a Layout, or None for ``Full()``.
         terms: score terms, added in this order.
-        score: None, the dot product.
-        scale: factor of the dot product; None is ``D**-0.5``.
+        score: None, the dot product; or a ``MultiLevel`` in its place.
+        scale: factor of the dot product; None is ``D**-0.5``, with a ``MultiLevel`` 1.
         softcap: c of ``c * tanh(score / c)``; None or 0 is off.
         sink: one more logit per head, without a value, [H].
         dropout_p: share of the probabilities to drop.
@@ -85,7 +86,7 @@ class Problem:
     relation: Relation | None  # exactly one of relation
     layout: Layout | None  # and layout is set
     terms: tuple[Term, ...]
-    score: None
+    score: MultiLevel | None
     scale: float
     softcap: float  # 0.0 = off
     sink: Tensor | None  # [H]
@@ -102,7 +103,7 @@ class Problem:
         relation: Relation | Layout | None = None,
         *,
         terms: Sequence[Term] = (),
-        score: None = None,
+        score: MultiLevel | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         sink: Tensor | None = None,
@@ -116,15 +117,15 @@ class Problem:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         _check_shapes(query, key, value, enable_gqa)
         self.query, self.key, self.value = query, key, value
-        self.scale = _check_scale(scale, query)
+        self.score = score if score is None else _check_score(score, query)
+        self.scale = _check_scale(1.0 if scale is None and score is not None else scale, query)
         self.softcap = _check_softcap(softcap)
         self.sink = sink if sink is None else _check_sink(sink, query)
         self.dropout_p = _check_dropout(dropout_p)
         self.terms = _check_terms(terms)
-        self.score = score
-        if score is not None:
-            raise TypeError(f"score: wanted None (the dot product), got {_kind(score)}")
         self.q_start = _resolve(q_start, query, key)
+        if score is not None and not torch.compiler.is_compiling():
+            score.bind(query.shape[2], key.shape[2], self.q_start)
         if terms and not torch.compiler.is_compiling():
             sizes = self.sizes
             for term in self.terms:
@@ -142,7 +143,7 @@ class Problem:
         elif isinstance(relation, Layout):
             self.layout = relation
             if not torch.compiler.is_compiling():
-                fit_layout(relation, query, key, self.q_start)
+                fit_layout(relation, query, key, self.q_start, score)
         else:
             raise TypeError(_not_a_relation(relation))
 
@@ -172,6 +173,7 @@ class Call:
         "layout",
         "query",
         "scale",
+        "score",
         "seed",
         "sink",
         "softcap",
@@ -193,6 +195,7 @@ class Call:
         softcap: float,
         dropout_p: float,
         spec: str,
+        score: MultiLevel | None = None,
     ) -> None:
         self.query = query
         self.key = key
@@ -205,6 +208,7 @@ class Call:
         self.softcap = softcap
         self.dropout_p = dropout_p
         self.spec = spec
+        self.score = score  # its levels are those of the layout
 
     @property
     def parts(self) -> dict[str, Tensor]:
@@ -217,8 +221,10 @@ class Call:
         return self.terms[len(self.spec.split()) :]
 
 
-def fit_layout(layout: Layout, query: Tensor, key: Tensor, q_start: int) -> None:
-    """Raise unless a layout is for these tensors and this q_start."""
+def fit_layout(
+    layout: Layout, query: Tensor, key: Tensor, q_start: int, score: MultiLevel | None = None
+) -> None:
+    """Raise unless a layout is for these tensors, this q_start and this score."""
     B, H, Q, _ = query.shape
     layout.check(Q, key.shape[2], B, H)
     if layout.sizes["q_start"] != q_start:
@@ -226,6 +232,13 @@ def fit_layout(layout: Layout, query: Tensor, key: Tensor, q_start: int) -> None
             f"q_start: this layout was built with q_start={layout.q_start}, got {q_start}; "
             "pass the same value to layout() and attention()"
         )
+    if score is not None or layout.sizes["classes"] != 2:
+        wanted = None if score is None else score.bind(Q, key.shape[2], q_start)
+        if layout.levels != wanted:
+            raise ValueError(
+                f"score: this layout was built for the levels {layout.levels}, the score has {wanted}; "
+                "pass the same score to layout() and attention()"
+            )
     if layout.buffer.device != query.device:
         raise ValueError(
             f"relation: wanted a layout on the query's device, {query.device}, "
@@ -290,6 +303,13 @@ def _check_scale(scale: float | None, query: Tensor) -> float:
     if not (_is_number(scale) and -math.inf < scale < math.inf):
         raise _wrong_number("scale", "a finite number", scale)
     return scale
+
+
+def _check_score(score: MultiLevel, query: Tensor) -> MultiLevel:
+    if not isinstance(score, MultiLevel):
+        raise TypeError(f"score: wanted None (the dot product) or a MultiLevel, got {_kind(score)}")
+    score.check_size(query.shape[3])
+    return score
 
 
 def _check_softcap(softcap: float | None) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import relations as ab_relations
+from .multilevel import MultiLevel
 from .philox import keep_mask
 from .relations import Relation
 from .terms import Term
@@ -142,6 +143,7 @@ def eager(
     *,
     counts: Tensor | None = None,
     terms: Sequence[Term] = (),
+    score: MultiLevel | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sink: Tensor | None = None,
@@ -160,7 +162,8 @@ def eager(
         mask: bool, broadcasts to [B, H, Q, K]; True = may attend.
         counts: how often each pair counts, broadcasts likewise; 0 = unrelated.
         terms: objects whose ``value(b, h, q, k)`` is added to the score.
-        scale: factor of the dot products, D**-0.5 when None.
+        score: what takes the place of the dot product.
+        scale: factor of the dot products, D**-0.5 when None; of a ``score`` 1.
         softcap: bound c of the scaled products, c * tanh(score / c); 0 is off.
         sink: [H], a further logit without a value.
         dropout_p: share of the pairs dropped after the softmax.
@@ -180,8 +183,12 @@ def eager(
     h = torch.arange(H, device=device)[None, :, None, None]
     q = torch.arange(q_start, q_start + Q, device=device)[None, None, :, None]
     k = torch.arange(K, device=device)[None, None, None, :]
-    scores = _product(query, key.mT)
-    scores = scores * (D**-0.5 if scale is None else scale)
+    if score is None:
+        scores = _product(query, key.mT) * (D**-0.5 if scale is None else scale)
+    else:
+        levels = score.bind(Q, K, q_start)
+        scores = score.compare(levels, q, k, lambda dims: _product(query[..., dims], key[..., dims].mT))
+        scores = scores * (1.0 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     for term in terms:

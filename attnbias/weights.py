@@ -156,7 +156,13 @@ def _weigh(problem: Problem, lse: Tensor, b: Tensor, h: Tensor, row: Tensor, key
     b, h = b[:, None], h[:, None]
     share = problem.query.shape[1] // problem.key.shape[1]
     products = problem.query[b, h, row].to(lse.dtype) * problem.key[b, h // share, keys].to(lse.dtype)
-    scores = products.sum(-1) * problem.scale
+    if problem.score is None:
+        scores = products.sum(-1) * problem.scale
+    else:
+        levels = problem.score.bind(problem.query.shape[2], problem.key.shape[2], problem.q_start)
+        positions = row + problem.q_start, keys
+        scores = problem.score.compare(levels, *positions, lambda dims: products[..., dims].sum(-1))
+        scores = scores * problem.scale
     if problem.softcap:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     for term in problem.terms:

@@ -246,7 +246,7 @@ def test_wrong_terms():
 
 
 def test_unknown_score():
-    refuse(TypeError, "score: wanted None (the dot product), got str 'gat'", *inputs(), score="gat")
+    refuse(TypeError, "score: wanted None (the dot product) or a MultiLevel, got str 'gat'", *inputs(), score="gat")
 
 
 def test_unknown_backend_lists_the_known():

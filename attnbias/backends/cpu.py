@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 name = "cpu"
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LARGEST = 256  # of D and E
 FEW = 16  # queries that csrc/few.h takes at most, with scratch; a forward pass over more seldom needs any
 
@@ -37,7 +37,7 @@ _NONE = (0, 0, 0, 0, 0, 0)  # an ab_tensor that is not there
 _HEAD = struct.Struct("=7q" + "4q2i" * 8 + "4Q2q2f2i")
 _EXTRAS = struct.Struct("=q" + "2Q6q" * 4 + "2Qq" + "Q" + "2Qqfi")
 _SCRATCH = struct.Struct("=Qq")
-_LAYOUT = struct.Struct(f"=8i{len(FIELDS)}Q")
+_LAYOUT = struct.Struct(f"=8i{len(FIELDS)}QQ")
 _NO_SCRATCH = _SCRATCH.pack(0, 0)
 _NO_EXTRAS = bytes(_EXTRAS.size)
 
@@ -268,7 +268,7 @@ def _head(
             *_tensor(grads[2]),
             *(lse.data_ptr(), _address(grad_lse), _address(edge_bias), _address(d_edge_bias)),
             *((0, 0) if edge_bias is None else (edge_bias.stride(2), edge_bias.stride(1))),
-            *(call.scale, call.softcap),
+            *(_scale(call), call.softcap),
             *(torch.get_num_threads(), edge_bias is not None),
         )
         + more
@@ -279,8 +279,14 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+def _scale(call: Call) -> float:
+    """The kernels divide by the levels of a pair; by those that there are, it is a part of the scale."""
+    is_by_levels = call.score is not None and call.score.normalize == "levels"
+    return call.scale / len(call.score.ranks) if call.score is not None and is_by_levels else call.scale
+
+
 def _has_extras(call: Call) -> bool:
-    return bool(call.spec) or call.sink is not None or call.dropout_p != 0
+    return bool(call.spec) or call.sink is not None or call.dropout_p != 0 or call.score is not None
 
 
 class _Extras:
@@ -319,7 +325,8 @@ class _Extras:
             *(_address(x) for x in codes or (None, None)),
             dense["grid"].shape[2] if "grid" in dense else 0,
             _address(sink),
-            *(seed, drop_below, call.layout.q_start, kept_share, 0),
+            *(seed, drop_below, call.layout.q_start, kept_share),
+            call.score is not None and call.score.normalize == "pair",
         )
 
     def finish(self) -> list[Tensor]:
@@ -359,12 +366,14 @@ def _layout(layout: Layout) -> tuple[bytes, bool]:
     kept: tuple[int, Tensor, bytes, bool] | None = getattr(buffer, "_attnbias_cpu", None)
     start = buffer.data_ptr()
     if kept is None or kept[0] != start or kept[1] is not layout.where:
-        offsets = layout.where.tolist()[len(SIZES) :]
+        fixed = len(SIZES) + len(FIELDS)
+        offsets = layout.where.tolist()[len(SIZES) : fixed]
         sizes = layout.sizes
         packed = _LAYOUT.pack(
             *(sizes["batch"], sizes["heads"], sizes["groups"], sizes["tile"]),
-            *(sizes["tiles"], sizes["patterns_count"], sizes["edges"], 0),
+            *(sizes["tiles"], sizes["patterns_count"], sizes["edges"], sizes["classes"]),
             *(start + 4 * offset for offset in offsets),
+            layout.where.data_ptr() + 8 * fixed,
         )
         few = sizes["q_len"] <= FEW
         kept = (start, layout.where, packed, few or sizes["groups"] > 1 or sizes["edges"] > 0)

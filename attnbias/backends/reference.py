@@ -38,8 +38,7 @@ class _Index(NamedTuple):
 
 def why_not(problem: Problem) -> list[str]:
     """Say what keeps the reference from running this problem."""
-    score = problem.score
-    return [] if score is None else [f"score: only the dot product (None) yet, got {score!r}"]
+    return []
 
 
 def attend(problem: Problem, elements: int | None = None) -> tuple[Tensor, Tensor]:
@@ -107,7 +106,17 @@ def _weigh(
     )
     heads = (Hk, H // Hk if Hk else 1)  # query heads by the key head they share
     grouped = torch.unflatten(query[:, :, start:stop], 1, heads)
-    scores = torch.einsum("bgrqd,bgkd->bgrqk", grouped, key).flatten(1, 2) * problem.scale
+    if problem.score is None:
+        scores = torch.einsum("bgrqd,bgkd->bgrqk", grouped, key).flatten(1, 2) * problem.scale
+    else:
+        levels = problem.score.bind(query.shape[2], K, problem.q_start)
+        scores = problem.score.compare(
+            levels,
+            index.q,
+            index.k,
+            lambda dims: torch.einsum("bgrqd,bgkd->bgrqk", grouped[..., dims], key[..., dims]).flatten(1, 2),
+        )
+        scores = scores * problem.scale
     scores = _modify(problem, scores, index)
     scores = _restrict(problem, scores, index, start, stop)
     probs, lse = _softmax(scores, problem.sink)

@@ -7,7 +7,9 @@ deterministic.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,9 +27,7 @@ name = "rows"
 
 def why_not(problem: Problem) -> list[str]:
     """Say what keeps the layout reference from running this problem."""
-    score = problem.score
-    refused = [(score is not None, f"score: only the dot product (None) yet, got {score!r}")]
-    return [words for is_so, words in refused if is_so] + why_not_parts(problem.terms)
+    return why_not_parts(problem.terms)
 
 
 class _Tile(NamedTuple):
@@ -109,11 +109,14 @@ def backward(
         for part, grad in grad_parts.items():
             grad.index_put_(_places(call, part, tile), d_scores, accumulate=True)
         d_scores = d_scores * slope
-        if needs[0]:
-            d_query = d_scores @ key[tile.columns(share)].to(precision)
-            grad_query[tile.queries] = d_query.to(query.dtype)
-        if needs[1]:
-            grad_key[tile.columns(1)] += d_scores.mT @ query[tile.queries].to(precision)
+        for dims, factor in _levels(call, tile):
+            d_products = d_scores * factor
+            if needs[0]:
+                d_query = d_products @ key[tile.columns(share)][..., dims].to(precision)
+                grad_query[..., dims][tile.queries] = d_query.to(query.dtype)
+            if needs[1]:
+                d_key = d_products.mT @ query[tile.queries][..., dims].to(precision)
+                grad_key[..., dims][tile.columns(1)] += d_key
     heads = (Hk, share)  # of H
     grads = [query.new_empty(0) for _ in needs]
     if needs[0]:
@@ -156,12 +159,23 @@ def _tiles(call: Call) -> Iterator[_Tile]:
             yield _Tile(b, h, rows, keys, counts)
 
 
+def _levels(call: Call, tile: _Tile) -> list[tuple[slice, Tensor | float]]:
+    """Ranges of dimensions, and what their products at each pair [rows, m] are multiplied by."""
+    levels = call.layout.levels
+    if call.score is None or levels is None:
+        return [(slice(None), 1.0)]
+    rows = torch.arange(tile.rows.start, tile.rows.stop, device=tile.keys.device)[:, None]
+    spread = call.score.spread(levels, rows + call.layout.q_start, tile.keys)
+    return [(dims, factor.to(_precision(call.query))) for dims, factor in spread]
+
+
 def _scores(call: Call, tile: _Tile) -> tuple[Tensor, Tensor | float]:
     """Return the scores [n, rows, m], -inf where unrelated, and their slope by q . k."""
     share, precision = _share(call), _precision(call.query)
     queries = call.query[tile.queries].to(precision)  # [n, rows, D]
     keys = call.key[tile.columns(share)].to(precision)  # [n, m, D]
-    scores = queries @ keys.mT * call.scale
+    parts = (queries[..., dims] @ keys[..., dims].mT * factor for dims, factor in _levels(call, tile))
+    scores = reduce(operator.add, parts) * call.scale
     slope: Tensor | float = call.scale
     if call.softcap:
         capped = torch.tanh(scores / call.softcap)

@@ -248,7 +248,7 @@ def _lists(layout: Layout) -> tuple[Lists, Lists, EdgeLists]:
 
 def _fields(layout: Layout) -> dict[str, Tensor]:
     """Return the fields as tensors on the buffer's memory, but no views of it: they are kept on it."""
-    buffer, offsets = layout.buffer, layout.where.tolist()[len(SIZES) :]
+    buffer, offsets = layout.buffer, layout.where.tolist()[len(SIZES) : len(SIZES) + len(FIELDS)]
     storage, start = buffer.untyped_storage(), buffer.storage_offset()
     fields = {}
     for field, offset in zip(FIELDS, offsets, strict=True):
