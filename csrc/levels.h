@@ -134,11 +134,14 @@ AB_INLINE void multiply_levels(Sums<MR, 2> &products, const Levels &levels, Dept
   Sums<MR, 2> sums;
   clear(sums);
   add_rows(sums, levels.prefix(depths.shallow), rows.at, rows.row, panel, LANES);
-  const F share = splat(levels.share(depths.shallow));
-  AB_UNROLL
-  for (int r = 0; r < MR; r++) {
+  products = sums;
+  if (levels.per_pair && depths.shallow > 1) {
+    const F share = splat(levels.share(depths.shallow));
     AB_UNROLL
-    for (int c = 0; c < 2; c++) products.at[r][c] = sums.at[r][c] * share;
+    for (int r = 0; r < MR; r++) {
+      AB_UNROLL
+      for (int c = 0; c < 2; c++) products.at[r][c] *= share;
+    }
   }
   for (int l = depths.shallow; l < depths.deep; l++) {
     const int64_t first = levels.prefix(l), rank = levels.prefix(l + 1) - first;

@@ -142,7 +142,7 @@ AB_INLINE void compute_probs(const ab_call &call, const Score &score, const Back
 AB_INLINE F share_of(const ab_call &call, const BackwardBuffer &buffer, Depths depths, int64_t r, int64_t j) {
   const Levels levels(call);
   F share = splat(levels.share(depths.shallow));
-  for (int l = depths.shallow; levels.per_pair && l < depths.deep; l++) {
+  for (int l = depths.shallow; l < depths.deep; l++) {
     const I block = splat(buffer.blocks.queries[l * buffer.blocks.row + r]);
     share = block == load_codes(buffer.blocks.keys + l * buffer.blocks.row + j) ? splat(levels.share(l + 1))
                                                                                 : share;
@@ -159,6 +159,8 @@ AB_INLINE void compute_d_scores(const ab_call &call, const BackwardBuffer &buffe
   add_rows(sums, call.E, meeting.d_out.at + r * meeting.d_out.row, meeting.d_out.row,
            buffer.values_t + panel * LANES * call.E, LANES);
   [[maybe_unused]] const int64_t first = panel * LANES, words = call.layout.tile / 32;
+  const bool differs = M::LEVELS && call.per_pair && depths.shallow < depths.deep;
+  const F scale = splat(M::LEVELS && !differs ? call.scale * Levels(call).share(depths.shallow) : call.scale);
   AB_UNROLL
   for (int i = 0; i < MR; i++) {
     const int64_t at = (r + i) * buffer.row + panel * LANES;
@@ -173,10 +175,10 @@ AB_INLINE void compute_d_scores(const ab_call &call, const BackwardBuffer &buffe
         store(buffer.probs + at + c * VL, p * share);
       }
       const F by_weight = d_weight - splat(meeting.delta[r + i]);
-      F d = p * splat(call.scale) * by_weight;
+      F d = p * scale * by_weight;
       if (M::MORE && buffer.d_bias) store(buffer.d_bias + at + c * VL, p * by_weight);
       if (call.softcap != 0) d *= load(buffer.slopes + at + c * VL);
-      if constexpr (M::LEVELS) d *= share_of(call, buffer, depths, r + i, panel * LANES + c * VL);
+      if (differs) d *= share_of(call, buffer, depths, r + i, panel * LANES + c * VL);
       store(buffer.d_scores + at + c * VL, d);
     }
   }
@@ -234,6 +236,14 @@ static int64_t compute_scores(const ab_call &call, const Score &score, const Bac
   return count;
 }
 
+// The first n < VL columns alone; the others stay.
+template <int MR>
+AB_INLINE void store_first(const Sums<MR, 1> &sums, float *to, int64_t row, int64_t n) {
+  AB_UNROLL
+  for (int r = 0; r < MR; r++)
+    store(to + r * row, choose((1u << n) - 1, sums.at[r][0], load(to + r * row)));
+}
+
 // to [MR, columns] += a^T b over `depth` queries, where a is [queries, keys] and b [queries, columns].
 template <int MR>
 AB_INLINE void add_to_keys(int64_t depth, const float *a, int64_t a_row, Rows b, int64_t columns,
@@ -252,13 +262,10 @@ AB_INLINE void add_to_keys(int64_t depth, const float *a, int64_t a_row, Rows b,
     store(sums, to + c, to_row);
   }
   if (c == columns) return;
-  alignas(64) float last[MR * VL];
   Sums<MR, 1> sums;
-  clear(sums);
+  load(sums, to + c, to_row);
   add_columns(sums, depth, a, a_row, b.at + c, b.row);
-  store(sums, last, VL);
-  for (int i = 0; i < MR; i++)
-    for (int64_t j = 0; j < columns - c; j++) to[i * to_row + c + j] += last[i * VL + j];
+  store_first(sums, to + c, to_row, columns - c);
 }
 
 // Some dims of dK, and dV if `values`, of a key tile.
@@ -303,8 +310,9 @@ AB_INLINE void add_to_queries(int64_t depth, const float *a, int64_t a_row, Rows
 }
 
 // Some dims of dQ of a query tile, `to`, from one key tile; the first one writes, the others add.
-static void add_d_queries(const BackwardBuffer &buffer, Rows keys, int64_t key_count, const Strip *strips,
-                          int64_t count, Dims dims, bool is_first, float *to, int64_t to_row) {
+static void add_d_queries(const ab_call &call, const BackwardBuffer &buffer, Rows keys, int64_t key_count,
+                          const Strip *strips, int64_t count, Dims dims, bool is_first, float *to,
+                          int64_t to_row) {
   for (const Strip *strip = strips; strip < strips + count; strip++) {
     float *rows_to = to + strip->first * to_row + dims.first;
     if (!strip->panels) {
@@ -324,6 +332,13 @@ static void add_d_queries(const BackwardBuffer &buffer, Rows keys, int64_t key_c
       for (; c + VL <= dims.count; c += VL, b.at += VL)
         add_to_queries<MR, 1>(stop - first, a, buffer.row, b, is_first, rows_to + c, to_row);
       if (c == dims.count) return;
+      if (!is_first && dims.first + c + VL <= call.D) {  // the vector ends inside the row
+        Sums<MR, 1> sums;
+        load(sums, rows_to + c, to_row);
+        add_rows(sums, stop - first, a, buffer.row, b.at, b.row);
+        store_first(sums, rows_to + c, to_row, dims.count - c);
+        return;
+      }
       alignas(64) float last[MR * VL];
       add_to_queries<MR, 1>(stop - first, a, buffer.row, b, true, last, VL);
       for (int i = 0; i < MR; i++)
@@ -409,7 +424,7 @@ static void backward_meeting(const ab_call &call, const BackwardShared &shared, 
     to = row_of<float>(shared.dq, item.b, h, first);
     for (int64_t i = 0; M::LEVELS && rank == 0 && i < meeting.count; i++)
       memset(to + i * shared.dq.row, 0, (size_t)call.D * sizeof(float));
-    add_d_queries(buffer, keys, key_count, strips, count, {0, M::LEVELS ? together : call.D},
+    add_d_queries(call, buffer, keys, key_count, strips, count, {0, M::LEVELS ? together : call.D},
                   !M::LEVELS && rank == 0, to, shared.dq.row);
   }
   for (int l = meeting.depths.shallow; M::LEVELS && l < meeting.depths.deep; l++) {
@@ -419,7 +434,7 @@ static void backward_meeting(const ab_call &call, const BackwardShared &shared, 
     keep_level(buffer, l, key_count, strips, count);
     add_d_keys(call, buffer, meeting, strips, count, key_count, dims, false);
     if (wants_queries)
-      add_d_queries(buffer, keys, key_count, strips, count, dims, false, to, shared.dq.row);
+      add_d_queries(call, buffer, keys, key_count, strips, count, dims, false, to, shared.dq.row);
   }
   if (!wants_queries) return;
   const bool is_last = rank + 1 == shared.count[group * tiles + t];

@@ -124,4 +124,5 @@ def count_macs(layout: Layout, partial: Ints) -> int:
     q_tiles = max(-(-layout.q_len // layout.tile), 1)
     mark[partial] = tile_depths(levels, layout, row[partial] % q_tiles, col[partial])[1]
     dims = int(np.array((0, *levels.prefixes))[mark].sum())
-    return dims * layout.tile**2
+    executed: int = dims * layout.tile**2
+    return executed
