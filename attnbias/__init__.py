@@ -30,13 +30,15 @@ from .relations import (
     Where,
     Window,
 )
-from .terms import ALiBi, GridBias, KeyBias, PairBias, RelativeBias, linear_buckets, t5_buckets
-from .weights import attention_weights
+from .scores import AdditiveScore
+from .terms import ALiBi, EdgeBias, GridBias, KeyBias, PairBias, RelativeBias, linear_buckets, t5_buckets
+from .weights import attention_weights, edge_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ALiBi",
+    "AdditiveScore",
     "Bipartite",
     "Causal",
     "Chunks",
@@ -44,6 +46,7 @@ __all__ = [
     "Dense",
     "Dilated",
     "Documents",
+    "EdgeBias",
     "Empty",
     "Full",
     "Global",
@@ -66,6 +69,7 @@ __all__ = [
     "Window",
     "attention",
     "attention_weights",
+    "edge_weights",
     "explain",
     "layout_cache",
     "linear_buckets",

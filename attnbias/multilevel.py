@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .terms import Sizes
+
 Normalize = Literal["pair", "levels"] | None
 
 MOST_HALVINGS = 24  # of the default widths: finer levels than anyone has positions for
@@ -113,13 +115,14 @@ class MultiLevel:
             )
         return Levels(widths, prefixes)
 
-    def check_size(self, size: int) -> None:
-        """Raise unless the ranks are those of a head of this size."""
+    def check(self, sizes: Sizes, size: int) -> None:
+        """Raise, naming what does not fit, unless the score is for these sizes and head size."""
         if sum(self.ranks) != size:
             raise ValueError(
                 f"score: wanted ranks whose sum is the head size {size}, got {list(self.ranks)}, "
                 f"whose sum is {sum(self.ranks)}"
             )
+        self.bind(sizes.q_len, sizes.k_len, sizes.q_start)
 
     def depth(self, q: Tensor, k: Tensor, *, q_len: int, k_len: int, q_start: int = 0) -> Tensor:
         """How many levels each pair of positions shares."""

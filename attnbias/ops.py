@@ -13,15 +13,16 @@ from . import dispatch
 from .backends.strides import empty_like_query
 from .layouts.layout import Layout
 from .multilevel import MultiLevel
-from .problem import Call, Problem
+from .problem import Call, Problem, fit_edges
 from .relations import from_key
+from .scores import MadeScore
 from .terms import MadePart, make_parts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .layouts.layout import Form
-    from .problem import Options
+    from .problem import Options, Score
     from .relations.relation import Relation
     from .terms import Term
 
@@ -73,7 +74,7 @@ def attention(
     relation: Relation | Layout | None = None,
     *,
     terms: Sequence[Term] = (),
-    score: MultiLevel | None = None,
+    score: Score | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
@@ -104,8 +105,8 @@ def attention(
         relation: which query attends to which key; a Layout is a relation made ready for these
             lengths. None relates every pair.
         terms: values added to the scores of related pairs, such as a bias by distance.
-        score: None, the dot product; or a ``MultiLevel`` in its place.
-        scale: factor of the dot product, D**-0.5 if None; with a ``MultiLevel`` 1.
+        score: None, the dot product, or an ``AdditiveScore`` or ``MultiLevel`` in its place.
+        scale: factor of the score; if None, D**-0.5 for the dot product and 1 for others.
         softcap: bound on the scores; None or 0 is off.
         sink: [H], a logit that takes its share of each softmax and has no value.
         dropout_p: share of the probabilities to drop, with torch's generator.
@@ -186,9 +187,10 @@ def layout_of(problem: Problem) -> Layout:
         problem.key.shape[2],
         q_start=problem.q_start,
         device=query.device,
+        form=problem.form,
         batch=B,
         heads=H,
-        score=problem.score,
+        score=problem.score if isinstance(problem.score, MultiLevel) else None,
     )
 
 
@@ -203,7 +205,7 @@ def _call_traced(problem: Problem, name: str | None) -> tuple[Tensor, Tensor]:
     layout, wanted = problem.layout, ""
     if layout is None:
         assert problem.relation is not None
-        wanted = f"\nauto\n{problem.relation.key}"
+        wanted = f"\n{problem.form}\n{problem.relation.key}"
         layout = Layout(
             torch.empty(0, dtype=torch.int32, device=problem.query.device),
             torch.empty(0, dtype=torch.int64),
@@ -220,7 +222,12 @@ def _call(
 ) -> tuple[Tensor, Tensor]:
     names, parts = make_parts(problem.terms, problem.sizes) if problem.terms else ("", [])
     if problem.score is not None:
-        names = f"{names}|{problem.score.key}"
+        assert not isinstance(problem.score, MadeScore)
+        if isinstance(problem.score, MultiLevel):
+            names = f"{names}|{problem.score.key}"
+        else:
+            word, tensors = problem.score.make(problem.sizes, problem.query.shape[3])
+            names, parts = f"{word} {names}".rstrip(), tensors + parts
     return op(
         problem.query,
         problem.key,
@@ -296,7 +303,12 @@ def _prepare(
             dropout_p=dropout_p,
             q_start=q_start,
         )
-        problem.terms = tuple(map(MadePart, words.split()))
+        problem.terms = tuple(MadePart(word) for word in words.split() if "=" not in word)
+        scores = [MadeScore(word) for word in words.split() if "=" in word]
+        problem.score = scores[0] if scores else score
+        if problem.form == "edges":
+            named = zip(words.split(), terms, strict=False)
+            fit_edges(problem, [len(x) for word, x in named if word == "edge"])
         backend = dispatch.choose(problem, backend[1:] or None, dispatch.IN_OP)
     call = Call(query, key, value, layout, tuple(terms), sink, seed, scale, softcap, dropout_p, words, score)
     return call, dispatch.IN_OP[backend]

@@ -11,23 +11,30 @@ from torch import Tensor
 
 from .layouts.layout import Layout
 from .multilevel import MultiLevel
-from .relations import Full
+from .relations import Full, Graph, Neighbors
+from .relations.listing import count_edges
 from .relations.relation import Relation
-from .terms import KernelTerm, Sizes
+from .scores import AdditiveScore, MadeScore
+from .terms import EdgeBias, KernelTerm, Sizes
 
 if TYPE_CHECKING:
+    from .layouts.layout import Form
     from .terms import Term
 
 DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
+LARGEST_ON_EDGES = 256  # head size: larger ones are for tiles, unless the relation is a graph
+
 _FULL = Full()
+
+Score = AdditiveScore | MultiLevel
 
 
 class Options(TypedDict, total=False):
     """The keyword arguments that ``attention``, ``explain`` and ``verify`` hand to ``Problem``."""
 
     terms: Sequence[Term]
-    score: MultiLevel | None
+    score: Score | None
     scale: float | None
     softcap: float | None
     sink: Tensor | None
@@ -48,8 +55,8 @@ class Problem:
         value: [B, Hk, K, E] or [Hk, K, E].
         relation: a Relation, a Layout, or None for ``Full()``.
         terms: score terms, added in this order.
-        score: None, the dot product; or a ``MultiLevel`` in its place.
-        scale: factor of the dot product; None is ``D**-0.5``, with a ``MultiLevel`` 1.
+        score: None, the dot product, an ``AdditiveScore`` or a ``MultiLevel``.
+        scale: factor of the score; None is ``D**-0.5`` for the dot product, else 1.
         softcap: c of ``c * tanh(score / c)``; None or 0 is off.
         sink: one more logit per head, without a value, [H].
         dropout_p: share of the probabilities to drop.
@@ -86,7 +93,7 @@ class Problem:
     relation: Relation | None  # exactly one of relation
     layout: Layout | None  # and layout is set
     terms: tuple[Term, ...]
-    score: MultiLevel | None
+    score: Score | MadeScore | None
     scale: float
     softcap: float  # 0.0 = off
     sink: Tensor | None  # [H]
@@ -103,7 +110,7 @@ class Problem:
         relation: Relation | Layout | None = None,
         *,
         terms: Sequence[Term] = (),
-        score: MultiLevel | None = None,
+        score: Score | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         sink: Tensor | None = None,
@@ -117,20 +124,20 @@ class Problem:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         _check_shapes(query, key, value, enable_gqa)
         self.query, self.key, self.value = query, key, value
-        self.score = score if score is None else _check_score(score, query)
-        self.scale = _check_scale(1.0 if scale is None and score is not None else scale, query)
+        self.score = _check_score(score)
+        self.scale = _check_scale(scale, query, score)
         self.softcap = _check_softcap(softcap)
         self.sink = sink if sink is None else _check_sink(sink, query)
         self.dropout_p = _check_dropout(dropout_p)
         self.terms = _check_terms(terms)
         self.q_start = _resolve(q_start, query, key)
-        if score is not None and not torch.compiler.is_compiling():
-            score.bind(query.shape[2], key.shape[2], self.q_start)
-        if terms and not torch.compiler.is_compiling():
+        if (terms or score is not None) and not torch.compiler.is_compiling():
             sizes = self.sizes
             for term in self.terms:
                 if isinstance(term, KernelTerm):
                     term.check(sizes)
+            if score is not None:
+                score.check(sizes, query.shape[3])
         self.return_lse = return_lse
         self.seed = None
         self.relation = self.layout = None
@@ -143,9 +150,21 @@ class Problem:
         elif isinstance(relation, Layout):
             self.layout = relation
             if not torch.compiler.is_compiling():
-                fit_layout(relation, query, key, self.q_start, score)
+                levels = score if isinstance(score, MultiLevel) else None
+                fit_layout(relation, query, key, self.q_start, levels)
         else:
             raise TypeError(_not_a_relation(relation))
+        if self.form == "edges" and not torch.compiler.is_compiling():
+            fit_edges(self, [len(term.bias) for term in self.terms if isinstance(term, EdgeBias)])
+
+    @property
+    def form(self) -> Form:
+        """How a relation is laid out: what has a number for each edge, or no tile kernel, needs edges."""
+        parts = (term.part for term in self.terms if isinstance(term, KernelTerm))
+        if "edge" in parts or not (self.score is None or isinstance(self.score, MultiLevel)):
+            return "edges"
+        is_graph = isinstance(self.relation, (Graph, Neighbors))
+        return "tiles" if self.query.shape[3] > LARGEST_ON_EDGES and not is_graph else "auto"
 
     @property
     def sizes(self) -> Sizes:
@@ -163,8 +182,8 @@ class Problem:
 class Call:
     """What a backend behind the op computes: tensors, numbers and a layout, no relation.
 
-    ``spec`` names the parts that the first tensors in ``terms`` are (see ``attnbias.terms``); behind them
-    stand the codes of a grid.
+    ``spec`` names what the tensors in ``terms`` are: a score other than the dot product (``additive=0.2``),
+    then parts (see ``attnbias.terms``); behind them stand the codes of a grid.
     """
 
     __slots__ = (
@@ -211,9 +230,16 @@ class Call:
         self.score = score  # its levels are those of the layout
 
     @property
+    def additive(self) -> tuple[Tensor, float] | None:
+        """Weight [H, D] and negative slope of an ``AdditiveScore``; None = the dot product."""
+        name, _, slope = self.spec.partition(" ")[0].partition("=")
+        return (self.terms[0], float(slope)) if name == "additive" else None
+
+    @property
     def parts(self) -> dict[str, Tensor]:
         """The score terms by part."""
-        return dict(zip(self.spec.split(), self.terms, strict=False))
+        found = zip(self.spec.split(), self.terms, strict=False)
+        return {name: part for name, part in found if "=" not in name}
 
     @property
     def codes(self) -> tuple[Tensor, ...]:
@@ -249,6 +275,32 @@ def fit_layout(
 def _fit_relation(relation: Relation, problem: Problem) -> None:
     B, H, Q, _ = problem.query.shape
     relation.check(Q, problem.key.shape[2], problem.q_start, batch=B, heads=H)
+
+
+def fit_edges(problem: Problem, counts: Sequence[int]) -> None:
+    """Raise unless all pairs are edges, and each ``EdgeBias``, of so many numbers, has one for every edge."""
+    relation, layout = problem.relation, problem.layout
+    if layout is not None and layout.sizes["tiles"]:
+        what = "score" if problem.score is not None else "terms"
+        needed = "AdditiveScore" if problem.score is not None else "EdgeBias"
+        raise ValueError(f"{what}: {needed} wants a layout of edges alone; build it with form='edges'")
+    if relation is not None and counts:
+        wanted = count_edges(relation, "terms: EdgeBias")
+        for count in counts:
+            if count != wanted:
+                raise ValueError(f"terms: EdgeBias.bias: wanted {wanted} numbers, one an edge, got {count}")
+    if layout is not None and any(count < layout.edge_numbers for count in counts):
+        raise ValueError(
+            f"terms: EdgeBias.bias: this layout names edges up to {layout.edge_numbers - 1}, "
+            f"got {min(counts)} numbers"
+        )
+
+
+def _check_score(score: object) -> Score | None:
+    if score is not None and not isinstance(score, (AdditiveScore, MultiLevel)):
+        wanted = "None (the dot product), an AdditiveScore or a MultiLevel"
+        raise TypeError(f"score: wanted {wanted}, got {_kind(score)}")
+    return score
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -296,20 +348,13 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool | 
         raise ValueError(f"value: wanted a value size E of at least 1, got {_shape(value)}")
 
 
-def _check_scale(scale: float | None, query: Tensor) -> float:
+def _check_scale(scale: float | None, query: Tensor, score: Score | None) -> float:
     if scale is None:
-        return float(query.shape[-1] ** -0.5)
+        return float(query.shape[-1] ** -0.5) if score is None else 1.0
     # A comparison, not math.isfinite: dynamo follows it for a scale that it traces as a symbol.
     if not (_is_number(scale) and -math.inf < scale < math.inf):
         raise _wrong_number("scale", "a finite number", scale)
     return scale
-
-
-def _check_score(score: MultiLevel, query: Tensor) -> MultiLevel:
-    if not isinstance(score, MultiLevel):
-        raise TypeError(f"score: wanted None (the dot product) or a MultiLevel, got {_kind(score)}")
-    score.check_size(query.shape[3])
-    return score
 
 
 def _check_softcap(softcap: float | None) -> float:

@@ -11,6 +11,7 @@ relative    [B, H, Q + K - 1]        ``relative[j - i + Q - 1]``: a function of 
 key         [B, H, K]                ``key[j]``
 pair        [B or 1, H or 1, Q, K]   ``pair[i, j]``; its gradient is summed over what has size 1
 grid        [B, H, n]                ``grid[query_code[i] - key_code[j]]``
+edge        [E, H or 1]              ``edge[n]``, n the caller's number of the edge; summed over 1
 =========== ======================== ==========================================================
 """
 
@@ -25,7 +26,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-PARTS = ("relative", "key", "pair", "grid")
+PARTS = ("relative", "key", "pair", "grid", "edge")
 
 
 class Sizes(NamedTuple):
@@ -380,6 +381,46 @@ class PairBias(KernelTerm):
         return self.bias[(None,) * (4 - self.bias.dim())]
 
 
+@dataclass(frozen=True, eq=False)
+class EdgeBias(KernelTerm):
+    """A number for each edge of a ``Graph`` or ``Neighbors``, also behind ``& other``.
+
+    Duplicate edges each have their own. A relation with this term is laid out as edges; a Layout has to be
+    built so (``form="edges"``).
+
+    Args:
+        bias: [E] or [E, H] (H may be 1: for all), in the order of ``edge_index``, or of the flattened
+            ``index`` of neighbours; learnable. Edges that ``& other`` drops get gradient 0.
+
+    Example:
+        >>> import torch
+        >>> import attnbias as ab
+        >>> ring = ab.Graph([[0, 1, 2], [1, 2, 0]], num_nodes=3)
+        >>> q = k = v = torch.zeros(1, 2, 3, 4)
+        >>> ab.attention(q, k, v, ring, terms=[ab.EdgeBias(torch.randn(3, 2))]).shape
+        torch.Size([1, 2, 3, 4])
+    """
+
+    bias: Tensor
+    part = "edge"
+
+    def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Not known by position: see ``make_part``."""
+        raise NotImplementedError("terms: EdgeBias has a value for each edge, not for each pair of positions")
+
+    def check(self, sizes: Sizes) -> None:
+        """See :class:`KernelTerm`."""
+        is_bare = isinstance(self.bias, Tensor) and self.bias.dim() == 1
+        shape = (None,) if is_bare else (None, sizes.heads)
+        wanted = f"[E] or [E, H] = [E, {sizes.heads}]"
+        is_shared = isinstance(self.bias, Tensor) and self.bias.dim() == 2 and self.bias.shape[1] == 1
+        self._check("bias", self.bias, sizes, wanted, (None, 1) if is_shared else shape)
+
+    def make_part(self, sizes: Sizes) -> Tensor:
+        """See :class:`KernelTerm`."""
+        return (self.bias[:, None] if self.bias.dim() == 1 else self.bias).to(sizes.dtype)
+
+
 def _entries(x: Tensor, *index: Tensor) -> Tensor:
     """The entries of x at indices that broadcast together; a dimension of size 1 is for all."""
     return x[tuple(i if n > 1 else torch.zeros_like(i) for i, n in zip(index, x.shape, strict=True))]
@@ -440,6 +481,6 @@ def make_parts(terms: Sequence[Term], sizes: Sizes) -> tuple[str, list[Tensor]]:
             codes = list(term.codes(sizes))
     names = [name for name in PARTS if name in parts]
     for name in names:
-        if name != "pair":  # small: summing over the batch and the heads can be left to autograd
+        if name not in ("pair", "edge"):  # small: summing over batch and heads can be left to autograd
             parts[name] = parts[name].expand(sizes.batch, sizes.heads, -1)
     return " ".join(names), [*(parts[name] for name in names), *codes]

@@ -14,6 +14,7 @@ from . import relations as ab_relations
 from .multilevel import MultiLevel
 from .philox import keep_mask
 from .relations import Relation
+from .scores import AdditiveScore
 from .terms import Term
 
 GUARD = 64  # elements of NaN on both sides of a tensor without strides
@@ -143,7 +144,7 @@ def eager(
     *,
     counts: Tensor | None = None,
     terms: Sequence[Term] = (),
-    score: MultiLevel | None = None,
+    score: AdditiveScore | MultiLevel | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sink: Tensor | None = None,
@@ -184,11 +185,14 @@ def eager(
     q = torch.arange(q_start, q_start + Q, device=device)[None, None, :, None]
     k = torch.arange(K, device=device)[None, None, None, :]
     if score is None:
-        scores = _product(query, key.mT) * (D**-0.5 if scale is None else scale)
-    else:
+        scores = _product(query, key.mT)
+    elif isinstance(score, MultiLevel):
         levels = score.bind(Q, K, q_start)
         scores = score.compare(levels, q, k, lambda dims: _product(query[..., dims], key[..., dims].mT))
-        scores = scores * (1.0 if scale is None else scale)
+    else:
+        scores = score.pairs(h, query[:, :, :, None], key[:, :, None])
+    usual = D**-0.5 if score is None else 1.0
+    scores = scores * (usual if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     for term in terms:

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .backends import reference
+from .multilevel import MultiLevel
 from .ops import attention
 from .problem import Problem
-from .relations import Graph, Neighbors
-from .relations.algebra import And
+from .relations.listing import count_edges
+from .scores import MadeScore
+from .terms import EdgeBias
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -98,7 +100,7 @@ def attention_weights(
         return weights.squeeze(0) if problem.squeeze else weights
     if problem.relation is None:
         raise ValueError(f"form: wanted a relation for {form!r}, got a layout")
-    count = _count_edges(problem.relation) if form == "edges" else 0
+    count = count_edges(problem.relation, "form") if form == "edges" else 0
     groups = _sparse_rows(problem, options)
     if form == "csr":
         return [rows for rows, _ in groups]
@@ -108,18 +110,6 @@ def attention_weights(
         place = (rows.batch[:, None], number, rows.head[:, None])
         weights = weights.index_put(place, rows.values)
     return weights
-
-
-def _count_edges(relation: Relation) -> int:
-    """Number of the caller's edges behind a relation, also behind ``& other``."""
-    if isinstance(relation, Graph):
-        return relation.edge_index.shape[1]
-    if isinstance(relation, Neighbors):
-        return relation.index.numel()
-    listed = [part for part in relation.parts if part.listed] if isinstance(relation, And) else []
-    if len(listed) != 1:
-        raise ValueError(f"form: 'edges' are those of a Graph or Neighbors, got {type(relation).__name__}")
-    return _count_edges(listed[0])
 
 
 def _sparse_rows(problem: Problem, options: Options) -> list[tuple[SparseRows, Tensor]]:
@@ -144,28 +134,65 @@ def _sparse_rows(problem: Problem, options: Options) -> list[tuple[SparseRows, T
         values = [
             # Gathered again in backward: queries and keys of all pairs are never held.
             checkpoint(_weigh, problem, lse, b, h, *part, use_reentrant=False, preserve_rng_state=False)
-            for part in zip(row.split(step), keys.split(step), strict=True)
+            for part in zip(row.split(step), keys.split(step), number.split(step), strict=True)
         ]
         rows = SparseRows(ptr - first, keys, torch.cat(values, dim=1), b, h)
         groups.append((rows, number))
     return groups
 
 
-def _weigh(problem: Problem, lse: Tensor, b: Tensor, h: Tensor, row: Tensor, keys: Tensor) -> Tensor:
-    """The weights of pairs [n] for some heads [m]: [m, n]."""
+def _weigh(
+    problem: Problem, lse: Tensor, b: Tensor, h: Tensor, row: Tensor, keys: Tensor, number: Tensor
+) -> Tensor:
+    """The weights of edges [n] for some heads [m]: [m, n]."""
     b, h = b[:, None], h[:, None]
     share = problem.query.shape[1] // problem.key.shape[1]
-    products = problem.query[b, h, row].to(lse.dtype) * problem.key[b, h // share, keys].to(lse.dtype)
-    if problem.score is None:
-        scores = products.sum(-1) * problem.scale
-    else:
-        levels = problem.score.bind(problem.query.shape[2], problem.key.shape[2], problem.q_start)
+    query, key = problem.query[b, h, row].to(lse.dtype), problem.key[b, h // share, keys].to(lse.dtype)
+    score = problem.score
+    assert not isinstance(score, MadeScore)  # that is for backends behind the op
+    if isinstance(score, MultiLevel):
+        levels = score.bind(problem.query.shape[2], problem.key.shape[2], problem.q_start)
         positions = row + problem.q_start, keys
-        scores = problem.score.compare(levels, *positions, lambda dims: products[..., dims].sum(-1))
-        scores = scores * problem.scale
+        scores = score.compare(levels, *positions, lambda dims: (query[..., dims] * key[..., dims]).sum(-1))
+    else:
+        scores = (query * key).sum(-1) if score is None else score.pairs(h, query, key)
+    scores = scores * problem.scale
     if problem.softcap:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     for term in problem.terms:
-        scores = scores + term.value(b, h, row + problem.q_start, keys).to(lse.dtype)
+        if isinstance(term, EdgeBias):
+            bias = term.make_part(problem.sizes)
+            scores = scores + bias[number, h % bias.shape[1]]
+        else:
+            scores = scores + term.value(b, h, row + problem.q_start, keys).to(lse.dtype)
     total = lse[b, h, row]
     return torch.exp(scores - total.masked_fill(total == -torch.inf, 0))
+
+
+def edge_weights(query: Tensor, key: Tensor, relation: Relation, **options: Unpack[Options]) -> Tensor:
+    """The attention of each edge of a ``Graph`` or ``Neighbors``, in the caller's order; differentiable.
+
+    Args:
+        query: [B, H, Q, D] or [H, Q, D].
+        key: [B, Hk, K, D] or [Hk, K, D].
+        relation: a graph or neighbours, or one of them ``& other``, which gives dropped edges 0.
+        **options: those of ``attention``.
+
+    Returns:
+        [B, E, H], or [E, H] when B is 1. Duplicate edges each have their own.
+
+    Raises:
+        ValueError: if the relation has no edges of the caller's, or with dropout.
+
+    Example:
+        >>> import torch
+        >>> import attnbias as ab
+        >>> twice = ab.Graph([[0, 1, 1], [0, 0, 0]], num_nodes=2)
+        >>> q = k = torch.zeros(1, 2, 4)
+        >>> ab.edge_weights(q, k, twice)
+        tensor([[0.3333],
+                [0.3333],
+                [0.3333]])
+    """
+    weights = attention_weights(query, key, relation, form="edges", **options)
+    return weights.squeeze(0) if weights.shape[0] == 1 else weights

@@ -45,7 +45,7 @@ typedef struct ab_layout {
   int32_t batch, heads, groups;  // batch is 1 or B, heads is 1 or H
   int32_t tile;                  // 64 or 128
   int32_t tiles, patterns_count, edges;
-  int32_t classes;  // 2; with a multi-level score of L levels L + 2
+  int32_t classes;                                // 2; with a multi-level score of L levels L + 2
   const int32_t *group;                           // [batch, heads]
   const int32_t *q_ptr, *q_tile, *q_mark;         // [G, q_tiles, classes + 1], [tiles + 1], [tiles + 1]
   const int32_t *k_ptr, *k_tile, *k_mark;         // [G, k_tiles, classes + 1], [tiles + 1], [tiles + 1]
@@ -91,8 +91,13 @@ typedef struct ab_call {
   uint64_t seed, drop_below;             // dropout: 32 bits of Philox below it drop a pair; 0 = none
   int64_t q_start;                       // position of the first query: dropout and levels count positions
   float kept_share;                      // what the kept pairs are multiplied by, 1 / (1 - p)
-  int32_t per_pair;                      // multi-level: divide by the number of levels that a pair shares
-  void *scratch;  // any contents, 64-byte aligned
+  float negative_slope;                  // of an additive score
+  // [H, D], dense: scores are sum_d additive[h, d] * LeakyReLU(q_d + k_d) in place of q.k, on a layout of
+  // edges alone; NULL = q.k. Backward writes its gradient.
+  const float *additive;
+  float *dadditive;  // [H, D], dense; NULL = not wanted
+  int64_t per_pair;  // multi-level scores: whether to divide by the number of levels that a pair shares
+  void *scratch;     // any contents, 64-byte aligned
   int64_t scratch_bytes;
   ab_layout layout;
 } ab_call;

@@ -75,7 +75,8 @@ struct Memory {
 
 bool is_wrong(const ab_call &call) {
   const bool sizes = call.B >= 0 && call.H >= 0 && call.Hk >= 0 && call.Q >= 0 && call.K >= 0 &&
-                     call.D >= 1 && call.D <= 256 && call.E >= 1 && call.E <= 256;
+                     call.D >= 1 && call.D <= (call.layout.edges ? 256 : 1024) && call.E >= 1 &&
+                     call.E <= 256;
   const bool heads = call.H == 0 || (call.Hk > 0 && call.H % call.Hk == 0);
   const bool tile = call.layout.tile == 64 || call.layout.tile == 128;
   const int32_t levels = call.layout.classes - 2;

@@ -15,9 +15,9 @@ constexpr int COPIES = VL / EIGHT + (VL < EIGHT);   // edges in a vector
 constexpr int64_t STRIDE = PARTS * VL;              // from the first such vectors to the next
 
 AB_INLINE bool is_fused(const ab_call &call) {
-  const int64_t n = call.D / VL;
-  return call.D == call.E && call.D % VL == 0 && call.D <= 32 && (n == 1 || n == 2 || n == 4) &&
-         call.H == call.Hk && call.H % EIGHT == 0 && call.layout.heads == 1;
+  const int64_t n = call.E / VL;
+  return (call.D == call.E || call.D == 0) && call.E % VL == 0 && call.E <= 32 &&
+         (n == 1 || n == 2 || n == 4) && call.H == call.Hk && call.H % EIGHT == 0 && call.layout.heads == 1;
 }
 
 // Eight lanes, twice where a vector has room for two edges.
@@ -51,10 +51,14 @@ AB_INLINE F other(F x) {
 #endif
 }
 
-// s[j][h] = x_h . rows_h[row[j]], where head h lies `head` numbers further on.
+// s[j][h] = x_h . rows_h[row[j]], where head h lies `head` numbers further on; 0 for rows without numbers.
 template <int N, class T>
 AB_APART void head_dots(const T *x, int64_t x_head, const Rows<const T> &rows, int64_t head,
                         const int32_t *row, int64_t n, float *s) {
+  if (rows.size == 0) {
+    memset(s, 0, sizeof(float) * (size_t)round_up(n * EIGHT, STRIDE));
+    return;
+  }
   constexpr int J = EIGHT * COPIES;
   for (int64_t j = 0; j < n; j += COPIES) {
     F sum[J] = {};
@@ -204,7 +208,7 @@ AB_APART void head_weights(float *s, int64_t n, float *m, float *l, float *alpha
 
 template <class T>
 static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const int32_t *ptr) {
-  with_vectors(a.q.size, [&](auto vectors) AB_LAMBDA {
+  with_vectors(a.v.size, [&](auto vectors) AB_LAMBDA {
     constexpr int N = decltype(vectors)::N;
     alignas(64) float s[(CHUNK + BATCH) * EIGHT], sums[MOST];
     alignas(64) float m[BATCH][EIGHT], l[BATCH][EIGHT], alpha[BATCH][EIGHT];
@@ -252,7 +256,7 @@ static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const in
 
 template <class T>
 static void fused_backward(const Single<T> &a, int64_t row, int64_t end, const int32_t *ptr, float *hand) {
-  with_vectors(a.q.size, [&](auto vectors) AB_LAMBDA {
+  with_vectors(a.v.size, [&](auto vectors) AB_LAMBDA {
     constexpr int N = decltype(vectors)::N;
     constexpr int64_t ROOM = (CHUNK + BATCH) * EIGHT;
     alignas(64) float s[ROOM], d[ROOM], slopes[ROOM], sums[MOST], lse[BATCH][EIGHT],
@@ -329,7 +333,7 @@ AB_INLINE void fused_sum(const Single<T> &a, const float *hand, const Rows<const
 // dk and dv of column j, from what fused_backward handed over.
 template <class T>
 static void fused_column(const Single<T> &a, int64_t j, int64_t first, int64_t last, const float *hand) {
-  with_vectors(a.q.size, [&](auto vectors) AB_LAMBDA {
+  with_vectors(a.v.size, [&](auto vectors) AB_LAMBDA {
     constexpr int N = decltype(vectors)::N;
     const ab_call &call = a.call, &before = a.before ? *a.before : a.call;
     if (a.dv.data) {

@@ -3,6 +3,7 @@
 #error "compile with -DAB_LEVEL=baseline, avx2, avx512 or neon"
 #endif
 
+#include "additive.h"
 #include "edges.h"
 #include "tiles_backward.h"
 #include "tiles_forward.h"
@@ -47,7 +48,9 @@ int64_t scratch_bytes(const ab_call *call, bool backward) {
   int64_t bytes = 0;
   if (has_tiles(*call))
     bytes = backward ? tiles::backward_scratch_bytes(first) : tiles::forward_scratch_bytes(first);
-  if (call->layout.edges) bytes = max64(bytes, edges_scratch_bytes(*call, backward));
+  if (call->layout.edges)
+    bytes = max64(bytes, call->additive ? additive_scratch_bytes(*call, backward)
+                                        : edges_scratch_bytes(*call, backward));
   return (end - start) + round_up(bytes, 64);
 }
 
@@ -61,6 +64,8 @@ int32_t run(const ab_call *call) {
   if (has_tiles(*call))
     status = BACKWARD ? tiles::tiles_backward(first, scratch) : tiles::tiles_forward(first, scratch);
   if (status != AB_OK || !call->layout.edges) return status;
+  if (call->additive)
+    return BACKWARD ? additive_backward(*call, scratch) : additive_forward(*call, scratch);
   const ab_call *before = mixed ? &first : nullptr;
   return BACKWARD ? edges_backward(*call, before, scratch) : edges_forward(*call, before, scratch);
 }

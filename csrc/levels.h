@@ -1,9 +1,9 @@
 // Multi-level scores: a pair reads the dims of the levels that it shares, the first ones, and no others.
 //
-// Level l cuts the positions into blocks of widths[l]; blocks nest, so the levels that a pair shares are the
-// first `depth` ones, and its score is share(depth) * q~ . k over the first prefix(depth) dims, where q~ is q
-// with each level's dims divided by their number. Full tiles have one depth, which the layout says; in
-// partial ones it is found here, for strips of keys or queries against panels of lanes.
+// Level l cuts the positions into blocks of widths[l]; blocks nest, so the levels that a pair shares are
+// the first `depth` ones, and its score is share(depth) * q~ . k over the first prefix(depth) dims, where
+// q~ is q with each level's dims divided by their number. Full tiles have one depth, which the layout says;
+// in partial ones it is found here, for strips of keys or queries against panels of lanes.
 #ifndef ATTNBIAS_LEVELS_H
 #define ATTNBIAS_LEVELS_H
 
@@ -68,8 +68,8 @@ struct Levels {
     return found;
   }
 
-  // Block numbers of n positions from `first` on, for the levels in which a tile's pairs differ; entries up to
-  // `room` repeat the last one. Level l starts at to[l * row].
+  // Block numbers of n positions from `first` on, for the levels in which a tile's pairs differ; entries up
+  // to `room` repeat the last one. Level l starts at to[l * row].
   void fill_blocks(Depths depths, int64_t first, int64_t n, int64_t room, int32_t *to, int64_t row) const {
     for (int l = depths.shallow; l < depths.deep; l++) {
       int64_t number = block(l, first), left = (number + 1) * widths[l] - first;
@@ -117,7 +117,8 @@ struct TileBlocks {
 };
 
 // Rows [n, columns] times a factor for each column, which has zeros up to a whole vector.
-AB_INLINE void multiply_columns(float *rows, int64_t row, int64_t n, int64_t columns, const float *factors) {
+AB_INLINE void multiply_columns(float *rows, int64_t row, int64_t n, int64_t columns,
+                                const float *factors) {
   for (int64_t i = 0; i < n; i++, rows += row) {
     int64_t c = 0;
     for (; c + VL <= columns; c += VL) store(rows + c, load(rows + c) * load(factors + c));
@@ -125,8 +126,8 @@ AB_INLINE void multiply_columns(float *rows, int64_t row, int64_t n, int64_t col
   }
 }
 
-// Products of MR rows with a panel, each over the dims of its pair's depth and times its share. Blocks of the
-// rows and of the panel's lanes are [levels, blocks.row].
+// Products of MR rows with a panel, each over the dims of its pair's depth and times its share. Blocks of
+// the rows and of the panel's lanes are [levels, blocks.row].
 template <int MR>
 AB_INLINE void multiply_levels(Sums<MR, 2> &products, const Levels &levels, Depths depths, Rows rows,
                                const float *panel, const TileBlocks &blocks, const int32_t *of_rows,

@@ -46,12 +46,13 @@ struct BackwardShared {
 
 // What a thread keeps of a key tile.
 struct BackwardBuffer {
-  int64_t width, value_width;  // D and E rounded up to VL; with levels, which start anywhere, VL more than D
-  int64_t row;                 // of probs, d_scores and slopes, not a power of 2 for the caches' sake
-  float *keys, *values;        // [tile, width], [tile, value_width], where they cannot be read in place
-  float *queries, *d_out;      // likewise
-  float *keys_t, *values_t;    // [panels, D, LANES], [panels, E, LANES]
-  float *d_keys, *d_values;    // [tile, width], [tile, value_width]
+  int64_t width,
+      value_width;           // D and E rounded up to VL; with levels, which start anywhere, VL more than D
+  int64_t row;               // of probs, d_scores and slopes, not a power of 2 for the caches' sake
+  float *keys, *values;      // [tile, width], [tile, value_width], where they cannot be read in place
+  float *queries, *d_out;    // likewise
+  float *keys_t, *values_t;  // [panels, D, LANES], [panels, E, LANES]
+  float *d_keys, *d_values;  // [tile, width], [tile, value_width]
   float *probs, *d_scores, *slopes;  // [tile, row]; slopes with softcap only
   float *d_bias;                     // [tile, row]: dS before scale and softcap, where terms want it
   float *lse, *lse_rest;             // [tile], as Score::split gives them
@@ -129,7 +130,8 @@ AB_INLINE void compute_probs(const ab_call &call, const Score &score, const Back
     AB_UNROLL
     for (int c = 0; c < 2; c++) {
       F raw = score.raw(sums.at[i][c]);
-      const F whole = M::MORE && score.biased ? score.with_bias(raw, load(buffer.probs + at + c * VL)) : raw;
+      const F whole =
+          M::MORE && score.biased ? score.with_bias(raw, load(buffer.probs + at + c * VL)) : raw;
       F p = exp2_of(score.below(whole, buffer.lse[r + i], buffer.lse_rest[r + i]));
       if (meeting.bits) p = choose(related >> (c * VL), p, F{});
       store(buffer.probs + at + c * VL, p);
@@ -139,7 +141,8 @@ AB_INLINE void compute_probs(const ab_call &call, const Score &score, const Back
 }
 
 // What levels multiply the products of query r with the keys from j on by.
-AB_INLINE F share_of(const ab_call &call, const BackwardBuffer &buffer, Depths depths, int64_t r, int64_t j) {
+AB_INLINE F share_of(const ab_call &call, const BackwardBuffer &buffer, Depths depths, int64_t r,
+                     int64_t j) {
   const Levels levels(call);
   F share = splat(levels.share(depths.shallow));
   for (int l = depths.shallow; l < depths.deep; l++) {
@@ -160,11 +163,13 @@ AB_INLINE void compute_d_scores(const ab_call &call, const BackwardBuffer &buffe
            buffer.values_t + panel * LANES * call.E, LANES);
   [[maybe_unused]] const int64_t first = panel * LANES, words = call.layout.tile / 32;
   const bool differs = M::LEVELS && call.per_pair && depths.shallow < depths.deep;
-  const F scale = splat(M::LEVELS && !differs ? call.scale * Levels(call).share(depths.shallow) : call.scale);
+  const F scale =
+      splat(M::LEVELS && !differs ? call.scale * Levels(call).share(depths.shallow) : call.scale);
   AB_UNROLL
   for (int i = 0; i < MR; i++) {
     const int64_t at = (r + i) * buffer.row + panel * LANES;
-    const uint32_t kept = M::MORE && buffer.kept ? buffer.kept[(r + i) * words + first / 32] >> first % 32 : 0;
+    const uint32_t kept =
+        M::MORE && buffer.kept ? buffer.kept[(r + i) * words + first / 32] >> first % 32 : 0;
     AB_UNROLL
     for (int c = 0; c < 2; c++) {
       const F p = load(buffer.probs + at + c * VL);
@@ -246,8 +251,8 @@ AB_INLINE void store_first(const Sums<MR, 1> &sums, float *to, int64_t row, int6
 
 // to [MR, columns] += a^T b over `depth` queries, where a is [queries, keys] and b [queries, columns].
 template <int MR>
-AB_INLINE void add_to_keys(int64_t depth, const float *a, int64_t a_row, Rows b, int64_t columns,
-                           float *to, int64_t to_row) {
+AB_INLINE void add_to_keys(int64_t depth, const float *a, int64_t a_row, Rows b, int64_t columns, float *to,
+                           int64_t to_row) {
   int64_t c = 0;
   for (; c + 2 * VL <= columns; c += 2 * VL) {
     Sums<MR, 2> sums;
@@ -363,7 +368,8 @@ static void read_levels(const ab_call &call, const BackwardBuffer &buffer, int64
 }
 
 // dS of pairs that do not share a level becomes 0: what is left goes to that level's dims.
-static void keep_level(const BackwardBuffer &buffer, int level, int64_t keys, Strip *strips, int64_t count) {
+static void keep_level(const BackwardBuffer &buffer, int level, int64_t keys, Strip *strips,
+                       int64_t count) {
   const int64_t row = buffer.blocks.row;
   for (Strip *strip = strips; strip < strips + count; strip++)
     for (int64_t p = 0; p < tiles_of(keys, LANES); p++) {

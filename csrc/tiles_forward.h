@@ -33,8 +33,8 @@ struct Panel {
   int64_t count;         // of queries
 };
 
-// The products of `MR` keys with a panel become raw scores, -inf where unrelated; `top` follows their maximum.
-// With TERMS `scores` holds the bias before, and whole scores after.
+// The products of `MR` keys with a panel become raw scores, -inf where unrelated; `top` follows their
+// maximum. With TERMS `scores` holds the bias before, and whole scores after.
 template <int MR, bool TERMS>
 AB_INLINE void score_keys(const Score &score, const Sums<MR, 2> &sums, const uint32_t *related,
                           float *scores, F top[2]) {
@@ -86,7 +86,7 @@ static int64_t score_block(const ab_call &call, const Score &score, const Block 
         add_rows(sums, call.D, keys.at, keys.row, panel.queries, LANES);
       }
       score_keys<rows.value, M::MORE>(score, sums, block.bits ? related + j : nullptr, scores + j * LANES,
-                                       top);
+                                      top);
     });
     if (count && runs[count - 1].first + runs[count - 1].count == j)
       runs[count - 1].count += n;
@@ -251,8 +251,8 @@ static void divide_by_ranks(const ab_call &call, float *panel) {
 }
 
 // The depths of the pairs of a block, and which dims of its keys are read.
-AB_INLINE int64_t find_depths(const ab_call &call, bool full, int32_t mark, int64_t i, int64_t n, Block &block,
-                              const TileBlocks &blocks) {
+AB_INLINE int64_t find_depths(const ab_call &call, bool full, int32_t mark, int64_t i, int64_t n,
+                              Block &block, const TileBlocks &blocks) {
   const Levels levels(call);
   block.depths = full ? Depths{mark, mark} : levels.of_tile(i, n, block.first, block.count);
   blocks.fill(levels, block.depths, i, n, block.first, block.count);
@@ -268,7 +268,8 @@ static void forward_item(const ab_call &call, const Item &item, char *memory) {
   const ab_layout &layout = call.layout;
   const int64_t tile = layout.tile, first = item.tile * tile, n = min64(tile, call.Q - first);
   const int64_t b = item.b, h = item.h, key_head = h / (call.H / call.Hk);
-  const int32_t *bounds = class_bounds(layout, layout.q_ptr, item.group * tiles_of(call.Q, tile) + item.tile);
+  const int32_t *bounds =
+      class_bounds(layout, layout.q_ptr, item.group * tiles_of(call.Q, tile) + item.tile);
   const int32_t partial = bounds[layout.classes - 1], end = bounds[layout.classes];
   const int64_t panels = (n + LANES - 1) / LANES;
   // The rows pass through the buffer of the scores' tile on their way to the panels.
@@ -298,8 +299,8 @@ static void forward_item(const ab_call &call, const Item &item, char *memory) {
     Block block = {{}, {}, start, min64(tile, call.K - start), nullptr, {}};
     if (!full) block.bits = layout.patterns_t + mark * tile * (tile / 32);
     // Full tiles side by side are one block, if they have one depth.
-    for (i++; full && i < partial && block.count < BLOCK && layout.q_tile[i] * tile == start + block.count &&
-              (!M::LEVELS || layout.q_mark[i] == mark);
+    for (i++; full && i < partial && block.count < BLOCK &&
+              layout.q_tile[i] * tile == start + block.count && (!M::LEVELS || layout.q_mark[i] == mark);
          i++)
       block.count += tile;
     const int64_t D = M::LEVELS ? find_depths(call, full, mark, first, n, block, blocks) : call.D;

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+# `python -m pytest` puts the project's folder on the path, where transformers would take kernels/ for the
+# package of that name.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent.parent]
 
 try:
     import attnbias  # noqa: F401

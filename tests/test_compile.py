@@ -393,3 +393,21 @@ def test_compiled_reference_checks_the_relation():
         compiled(torch.randn(1, 1, 16, 4), ab.Documents([0] * 8))
     with pytest.raises(Exception, match="this Padding has batch 2, got batch 3"):
         compiled(torch.randn(3, 1, 16, 4), ab.Padding([2, 3]))
+
+
+def test_numbers_of_edges_and_additive_scores():
+    graph = ab.Graph(torch.randint(0, 40, (2, 300)), num_nodes=40)
+    leaves = [*torch.randn(3, 1, 2, 40, 4), torch.randn(300, 2), torch.randn(2, 4)]
+
+    def run(q, k, v, bias, weight):
+        terms, score = [ab.EdgeBias(bias)], ab.AdditiveScore(weight)
+        return ab.attention(q, k, v, graph, terms=terms, score=score)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (run, compiled):
+        given = [x.detach().requires_grad_() for x in leaves]
+        out = call(*given)
+        results.append([out, *torch.autograd.grad(out.square().sum(), given)])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y)

@@ -246,7 +246,12 @@ def test_wrong_terms():
 
 
 def test_unknown_score():
-    refuse(TypeError, "score: wanted None (the dot product) or a MultiLevel, got str 'gat'", *inputs(), score="gat")
+    refuse(
+        TypeError,
+        "score: wanted None (the dot product), an AdditiveScore or a MultiLevel, got str 'gat'",
+        *inputs(),
+        score="gat",
+    )
 
 
 def test_unknown_backend_lists_the_known():

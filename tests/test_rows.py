@@ -218,7 +218,7 @@ def test_rows_agrees_with_the_plain_reference(name):
     def run(query, key, value, sink=None):
         given = {"sink": sink, "scale": 8**-0.5, "softcap": 0.0, "dropout_p": 0.0, "seed": SEED}
         given |= {name: x for name, x in options.items() if name != "sink"}
-        given |= {"layout": layout, "relation": None, "terms": (), "q_start": -4}
+        given |= {"layout": layout, "relation": None, "terms": (), "score": None, "q_start": -4}
         return reference.attend(SimpleNamespace(query=query, key=key, value=value, **given))
 
     mine = differentiate(run_rows(layout, options), leaves_of(made, options))
@@ -340,5 +340,3 @@ def test_rows_says_why_not():
     words = ["terms[1]: str is known by its values alone, which only the reference reads"]
     given = (KeyBias(torch.zeros(1, 1)), "b")
     assert reasons(terms=given) == words
-    words.insert(0, "score: only the dot product (None) yet, got 'GAT'")
-    assert reasons(terms=given, score="GAT") == words

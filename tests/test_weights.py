@@ -85,9 +85,13 @@ def test_three_dimensions():
     [
         (None, {"form": "coo"}, "form: wanted 'dense', 'edges' or 'csr', got 'coo'"),
         (None, {"dropout_p": 0.5}, "dropout_p: weights are those before dropout, wanted 0, got 0.5"),
-        (ab.Causal(), {"form": "edges"}, "form: 'edges' are those of a Graph or Neighbors, got Causal"),
+        (
+            ab.Causal(),
+            {"form": "edges"},
+            "form: wanted a Graph or Neighbors, alone or & other, whose edges have numbers, got Causal",
+        ),
         (ab.Causal().layout(N, N), {"form": "csr"}, "form: wanted a relation for 'csr', got a layout"),
-        (RELATIONS["graph"] | ab.Causal(), {"form": "edges"}, "form: 'edges' are those of a Graph or Neigh"),
+        (RELATIONS["graph"] | ab.Causal(), {"form": "edges"}, "form: wanted a Graph or Neighbors, alone or"),
     ],
 )
 def test_bad_input_is_a_sentence(relation, options, words):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..layouts.layout import FIELDS, SIZES
-from ..terms import PARTS, why_not_parts
+from ..terms import why_not_parts
 from . import cpu_edge_terms
 from .strides import empty_like_query
 
@@ -26,16 +26,18 @@ if TYPE_CHECKING:
 name = "cpu"
 
 ABI_VERSION = 3
-LARGEST = 256  # of D and E
+LARGEST = 256  # of E, and of D on edges
+LARGEST_SCORE = 1024  # of D on tiles
 FEW = 16  # queries that csrc/few.h takes at most, with scratch; a forward pass over more seldom needs any
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ERRORS = {1: "no memory", 2: "too little scratch", 3: "an argument the kernels do not take"}
+_TILE_PARTS = ("relative", "key", "pair", "grid")  # those that tiles read where they lie
 _NONE = (0, 0, 0, 0, 0, 0)  # an ab_tensor that is not there
 
 # struct ab_call: what every call has; terms, sink and dropout; scratch; the layout.
 _HEAD = struct.Struct("=7q" + "4q2i" * 8 + "4Q2q2f2i")
-_EXTRAS = struct.Struct("=q" + "2Q6q" * 4 + "2Qq" + "Q" + "2Qqfi")
+_EXTRAS = struct.Struct("=q" + "2Q6q" * 4 + "2Qq" + "Q" + "2Qqff" + "2Qq")
 _SCRATCH = struct.Struct("=Qq")
 _LAYOUT = struct.Struct(f"=8i{len(FIELDS)}QQ")
 _NO_SCRATCH = _SCRATCH.pack(0, 0)
@@ -124,9 +126,16 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"device: only the CPU, got {query.device}")
     if query.dtype not in _DTYPES:
         reasons.append(f"dtype: float32, bfloat16 or float16, got {query.dtype}")
-    if D > LARGEST or E > LARGEST:
-        reasons.append(f"head size: at most {LARGEST}, got D={D} and E={E}")
+    if D > LARGEST_SCORE or E > LARGEST:
+        reasons.append(f"head size: at most D={LARGEST_SCORE} and E={LARGEST}, got D={D} and E={E}")
+    elif D > LARGEST and not _is_tiled(problem):
+        reasons.append(f"head size: at most D={LARGEST} unless all pairs are in tiles, got D={D}")
     return reasons + why_not_parts(problem.terms) if problem.terms else reasons
+
+
+def _is_tiled(problem: Problem) -> bool:
+    """Whether no pair will be kept as an edge."""
+    return problem.form == "tiles" if problem.layout is None else not problem.layout.sizes["edges"]
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -187,7 +196,8 @@ def backward(
     if more and needs[3]:
         more[0] = _grad_sink(call, out, lse, grad_out, grad_lse)
     if extras is not None:
-        more[1 : 1 + len(extras.grads)] = extras.finish()
+        from_terms = extras.finish()
+        more[1 : 1 + len(from_terms)] = from_terms
     return [*grads, *more]
 
 
@@ -267,9 +277,9 @@ def _head(
             *_tensor(grads[1]),
             *_tensor(grads[2]),
             *(lse.data_ptr(), _address(grad_lse), _address(edge_bias), _address(d_edge_bias)),
-            *((0, 0) if edge_bias is None else (edge_bias.stride(2), edge_bias.stride(1))),
+            *((0, 0) if extras is None else extras.bias_strides),
             *(_scale(call), call.softcap),
-            *(torch.get_num_threads(), edge_bias is not None),
+            *(torch.get_num_threads(), extras is not None and extras.bias_by_place),
         )
         + more
     )
@@ -292,48 +302,80 @@ def _has_extras(call: Call) -> bool:
 class _Extras:
     """Terms, sink and dropout of a call, ready for the kernels, and the gradients of the terms.
 
-    Tiles read the parts where they lie; edges get a number each, whose gradient goes back in ``finish``.
+    Tiles read the parts where they lie, and edges the part of edges, if there is no other; else they get
+    a number each, whose gradient goes back in ``finish``.
     """
 
-    __slots__ = ("call", "d_edge_bias", "edge_bias", "edge_places", "grads", "kept", "packed")
+    __slots__ = (
+        "bias_by_place",
+        "bias_strides",
+        "call",
+        "d_edge_bias",
+        "edge_bias",
+        "edge_places",
+        "grads",
+        "kept",
+        "packed",
+        "score_grads",
+    )
 
     def __init__(self, call: Call, needs: Sequence[bool] = ()) -> None:
         self.call = call
-        self.edge_bias: Tensor | None = None  # [B, H, edges]
+        self.edge_bias: Tensor | None = None  # [B, H, edges], or [E, H or 1]
         self.d_edge_bias: Tensor | None = None
+        self.bias_strides = (0, 0)  # from edge to edge, from head to head
+        self.bias_by_place = False
         self.edge_places: dict[str, tuple[Tensor, ...]] = {}
         self.grads: list[Tensor] = []
         parts = call.parts
         # The kernels read dense rows of all parts but pairs. `kept` has the copies alive.
         dense = {
-            name: x if name == "pair" or x.stride(2) == 1 else x.contiguous() for name, x in parts.items()
+            name: x if name in ("pair", "edge") or x.stride(2) == 1 else x.contiguous()
+            for name, x in parts.items()
         }
+        weight, negative_slope = (None, 0.0) if call.additive is None else call.additive
+        d_weight = None
+        if weight is not None:
+            weight = weight.contiguous()
+            wants_weight, *needs = needs or (False,)
+            d_weight = torch.zeros_like(weight) if wants_weight else None
         wanted = dict(zip(parts, needs, strict=False))
         grads = {name: torch.zeros(x.shape) for name, x in parts.items() if wanted.get(name)}
         self.grads = [grads.get(name, call.query.new_empty(0)) for name in parts]
+        self.score_grads = (
+            [] if weight is None else [call.query.new_empty(0) if d_weight is None else d_weight]
+        )
         sink = None if call.sink is None else call.sink.float().contiguous()
         codes = [x.contiguous() for x in call.codes]
-        self.kept = (dense, sink, codes)
-        if parts and call.layout.sizes["edges"]:
+        self.kept = (dense, sink, codes, weight, d_weight)
+        bias_batch = 0
+        if list(parts) == ["edge"]:
+            # A gradient has to lie like its input: strides are given once.
+            self.edge_bias, self.d_edge_bias = parts["edge"].contiguous(), grads.get("edge")
+            self.bias_strides = (self.edge_bias.stride(0), int(self.edge_bias.shape[1] > 1))
+        elif parts and call.layout.sizes["edges"]:
             self.edge_places = cpu_edge_terms.find_places(call)
             self.edge_bias = cpu_edge_terms.add_up(call, self.edge_places)
             self.d_edge_bias = torch.zeros_like(self.edge_bias) if grads else None
+            bias_batch, head, edge = self.edge_bias.stride()
+            self.bias_strides, self.bias_by_place = (edge, head), True
         seed, drop_below, kept_share = _dropout(call)
         self.packed = _EXTRAS.pack(
-            0 if self.edge_bias is None else self.edge_bias.stride(0),
-            *(field for name in PARTS for field in _part(dense.get(name), grads.get(name))),
+            bias_batch,
+            *(field for name in _TILE_PARTS for field in _part(dense.get(name), grads.get(name))),
             *(_address(x) for x in codes or (None, None)),
             dense["grid"].shape[2] if "grid" in dense else 0,
             _address(sink),
             *(seed, drop_below, call.layout.q_start, kept_share),
+            *(negative_slope, _address(weight), _address(d_weight)),
             call.score is not None and call.score.normalize == "pair",
         )
 
     def finish(self) -> list[Tensor]:
-        """Return the gradients of the parts."""
-        if self.d_edge_bias is not None:
+        """Return the gradients of the score's weight and of the parts."""
+        if self.d_edge_bias is not None and self.bias_by_place:
             cpu_edge_terms.take_back(self.d_edge_bias, self.call, self.edge_places, self.grads)
-        return self.grads
+        return self.score_grads + self.grads
 
 
 def _dropout(call: Call) -> tuple[int, int, float]:

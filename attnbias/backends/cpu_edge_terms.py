@@ -16,7 +16,10 @@ Places = dict[str, tuple[Tensor, ...]]
 
 
 def find_places(call: Call) -> Places:
-    """Where each part has the value of each edge of the layout's list: indices of its last dimensions."""
+    """Where each part has the value of each edge of the layout's list: indices of its last dimensions.
+
+    The part of edges has them in its first.
+    """
     layout, q_len = call.layout, call.query.shape[2]
     count = layout.sizes["edges"]
     keys = layout.edge_key[:count].long()
@@ -26,6 +29,7 @@ def find_places(call: Call) -> Places:
     if "grid" in call.parts:
         query_code, key_code = call.codes
         places["grid"] = (query_code.long()[rows] - key_code.long()[keys],)
+    places["edge"] = (layout.edge_id[:count].long(),)
     return {name: places[name] for name in call.parts}
 
 
@@ -34,6 +38,9 @@ def add_up(call: Call, places: Places) -> Tensor:
     batch, heads = call.query.shape[:2]
     total = torch.zeros(batch, heads, call.layout.sizes["edges"])
     for name, part in call.parts.items():
+        if name == "edge":
+            total += part[places[name]].T
+            continue
         index: tuple[slice | Tensor, ...] = (slice(None), slice(None), *places[name])
         total += part[index]
     return total
@@ -44,6 +51,10 @@ def take_back(d_edges: Tensor, call: Call, places: Places, grads: Sequence[Tenso
     batch, heads = d_edges.shape[:2]
     for name, grad in zip(call.parts, grads, strict=True):
         if not grad.numel():
+            continue
+        if name == "edge":
+            by_head = d_edges.sum(0).T  # [edges, H]; each edge is in one place of the list
+            grad.index_add_(0, places[name][0], by_head if grad.shape[1] > 1 else by_head.sum(1, True))
             continue
         *row, last = places[name]
         flat = row[0] * grad.shape[-1] + last if row else last

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..multilevel import MultiLevel
 from ..philox import keep_mask
+from ..scores import MadeScore
+from ..terms import EdgeBias
+from .reference_edges import add_up_edges
 from .strides import empty_like_query
 
 if TYPE_CHECKING:
@@ -38,7 +42,8 @@ class _Index(NamedTuple):
 
 def why_not(problem: Problem) -> list[str]:
     """Say what keeps the reference from running this problem."""
-    return []
+    made = problem.score if isinstance(problem.score, MadeScore) else None
+    return [] if made is None else [f"score: {made.word} was made for backends behind the op"]
 
 
 def attend(problem: Problem, elements: int | None = None) -> tuple[Tensor, Tensor]:
@@ -56,13 +61,16 @@ def attend(problem: Problem, elements: int | None = None) -> tuple[Tensor, Tenso
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     # Cast here and not by strip: the strips' gradients then add up before they are rounded.
     exact = (query.to(precision), key.to(precision), value.to(precision))
-    if torch.compiler.is_compiling() or B * H * Q * key.shape[2] <= elements:
+    row = B * H * key.shape[2]
+    if problem.score is not None:
+        row *= query.shape[3]  # its numbers are added after they are made
+    if torch.compiler.is_compiling() or row * Q <= elements:
         out, lse = _strip(problem, *exact, 0, Q)
     else:
         run: Callable[..., tuple[Tensor, Tensor]] = _strip
         if torch.is_grad_enabled():  # backward computes a strip again instead of keeping it
             run = partial(checkpoint, _strip, use_reentrant=False, preserve_rng_state=False)
-        rows = max(1, elements // (B * H * key.shape[2]))
+        rows = max(1, elements // row)
         starts = range(0, Q, rows)
         strips = [run(problem, *exact, start, min(start + rows, Q)) for start in starts]
         out = torch.cat([strip[0] for strip in strips], dim=2)
@@ -105,18 +113,22 @@ def _weigh(
         k=torch.arange(K, device=query.device).view(1, 1, 1, -1),
     )
     heads = (Hk, H // Hk if Hk else 1)  # query heads by the key head they share
-    grouped = torch.unflatten(query[:, :, start:stop], 1, heads)
+    rows = query[:, :, start:stop]
+
+    def multiply(dims: slice) -> Tensor:
+        grouped = torch.unflatten(rows[..., dims], 1, heads)
+        return torch.einsum("bgrqd,bgkd->bgrqk", grouped, key[..., dims]).flatten(1, 2)
+
     if problem.score is None:
-        scores = torch.einsum("bgrqd,bgkd->bgrqk", grouped, key).flatten(1, 2) * problem.scale
-    else:
+        scores = multiply(slice(None))
+    elif isinstance(problem.score, MultiLevel):
         levels = problem.score.bind(query.shape[2], K, problem.q_start)
-        scores = problem.score.compare(
-            levels,
-            index.q,
-            index.k,
-            lambda dims: torch.einsum("bgrqd,bgkd->bgrqk", grouped[..., dims], key[..., dims]).flatten(1, 2),
-        )
-        scores = scores * problem.scale
+        scores = problem.score.compare(levels, index.q, index.k, multiply)
+    else:
+        assert not isinstance(problem.score, MadeScore)
+        keys = key.repeat_interleave(heads[1], 1)
+        scores = problem.score.pairs(index.h, rows[:, :, :, None], keys[:, :, None])
+    scores = scores * problem.scale
     scores = _modify(problem, scores, index)
     scores = _restrict(problem, scores, index, start, stop)
     probs, lse = _softmax(scores, problem.sink)
@@ -135,12 +147,13 @@ def _modify(problem: Problem, scores: Tensor, index: _Index) -> Tensor:
     if problem.softcap:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     for term in problem.terms:
-        scores = scores + term.value(*index).to(scores.dtype)
+        if not isinstance(term, EdgeBias):
+            scores = scores + term.value(*index).to(scores.dtype)
     return scores  # [B, H, rows, K]
 
 
 def _restrict(problem: Problem, scores: Tensor, index: _Index, start: int, stop: int) -> Tensor:
-    """Set unrelated pairs to -inf; a pair that counts n times gets + log n."""
+    """Set unrelated pairs to -inf; a pair of n edges gets the log of their summed exp(bias), or + log n."""
     b, h, q, k = index
     count: Tensor | None
     if problem.layout is not None:
@@ -150,7 +163,9 @@ def _restrict(problem: Problem, scores: Tensor, index: _Index, start: int, stop:
         assert problem.relation is not None
         count = problem.relation.multiplicity(q, k, b, h)
         related = problem.relation.related(q, k, b, h)
-    if count is not None:
+    if any(isinstance(term, EdgeBias) for term in problem.terms):
+        scores = scores + add_up_edges(problem, start, stop, scores.dtype)
+    elif count is not None:
         scores = scores + count.clamp(min=1).to(scores.dtype).log()
     return scores.masked_fill(~related, -torch.inf)
 

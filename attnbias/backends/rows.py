@@ -38,6 +38,8 @@ class _Tile(NamedTuple):
     rows: slice
     keys: Tensor  # [m]
     counts: Tensor  # [rows, m]: how often each pair counts, 0 = unrelated
+    number: Tensor  # [edges]: the caller's number of each, where a part has a value by it
+    place: Tensor  # [edges]: its pair in [rows * m]
 
     @property
     def queries(self) -> tuple[Tensor, Tensor, slice]:
@@ -87,11 +89,13 @@ def backward(
     grad_key = query.new_zeros((B, H, K if needs[1] else 0, D), dtype=precision)
     grad_value = query.new_zeros((B, H, K if needs[2] else 0, E), dtype=precision)
     grad_sink = query.new_zeros((B, H), dtype=torch.float64)
+    first_part = 4 if call.additive is None else 5  # the weight of an additive score stands before them
     grad_parts = {
         name: torch.zeros_like(part)
-        for (name, part), need in zip(call.parts.items(), needs[4:], strict=False)
+        for (name, part), need in zip(call.parts.items(), needs[first_part:], strict=False)
         if need
     }
+    grad_weight = query.new_zeros((H, D), dtype=torch.float64)
     for tile in _tiles(call):
         scores, slope = _scores(call, tile)
         probs, sink_probs, tile_lse = _softmax(call, tile, scores)
@@ -107,16 +111,18 @@ def backward(
         grad_sink[tile.b, tile.h] += (sink_probs * d_row).sum(-1, dtype=torch.float64)
         d_scores = probs * (d_probs + d_row[..., None])  # [n, rows, m]
         for part, grad in grad_parts.items():
-            grad.index_put_(_places(call, part, tile), d_scores, accumulate=True)
-        d_scores = d_scores * slope
-        for dims, factor in _levels(call, tile):
-            d_products = d_scores * factor
-            if needs[0]:
-                d_query = d_products @ key[tile.columns(share)][..., dims].to(precision)
-                grad_query[..., dims][tile.queries] = d_query.to(query.dtype)
-            if needs[1]:
-                d_key = d_products.mT @ query[tile.queries][..., dims].to(precision)
-                grad_key[..., dims][tile.columns(1)] += d_key
+            if part == "edge":
+                bias, log = _edge_bias(call, tile)
+                of_edge = d_scores.flatten(1)[:, tile.place] * torch.exp(bias - log[:, tile.place])
+                grad.index_put_(_edge_places(call, tile), of_edge.nan_to_num(), accumulate=True)
+            else:
+                grad.index_put_(_places(call, part, tile), d_scores, accumulate=True)
+        d_query, d_key, d_weight = _through_score(call, tile, d_scores * slope)
+        grad_query[tile.queries] = d_query.to(query.dtype)
+        if needs[1]:
+            grad_key[tile.columns(1)] += d_key
+        if d_weight is not None:
+            grad_weight.index_put_((tile.h,), d_weight.double(), accumulate=True)
     heads = (Hk, share)  # of H
     grads = [query.new_empty(0) for _ in needs]
     if needs[0]:
@@ -128,8 +134,10 @@ def backward(
     if needs[3]:
         assert call.sink is not None
         grads[3] = torch.empty_like(call.sink).copy_(grad_sink.sum(0))
-    for i, part in enumerate(call.parts):
-        grads[4 + i] = grad_parts.get(part, grads[4 + i])
+    if call.additive is not None:
+        grads[4] = grad_weight.to(precision)
+    for i, part in enumerate(call.parts, first_part):
+        grads[i] = grad_parts.get(part, grads[i])
     return grads
 
 
@@ -156,35 +164,91 @@ def _tiles(call: Call) -> Iterator[_Tile]:
             keys, place = torch.unique(listed, return_inverse=True)
             counts = counts.new_zeros(len(counts), len(keys)).index_add_(1, place, counts)
             rows = slice(t * layout.tile, min((t + 1) * layout.tile, Q))
-            yield _Tile(b, h, rows, keys, counts)
+            yield _Tile(b, h, rows, keys, counts, *_edges(call, g, rows, keys))
+
+
+def _edges(call: Call, g: int, rows: slice, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Number and place of each edge of some rows, where a part asks for edges."""
+    layout = call.layout
+    if "edge" not in call.parts or not layout.edges:
+        return keys[:0], keys[:0]
+    ptr = layout.edge_ptr[g * layout.q_len + rows.start : g * layout.q_len + rows.stop + 1].long()
+    slots = slice(int(ptr[0]), int(ptr[-1]))
+    row = torch.repeat_interleave(torch.arange(len(ptr) - 1, device=ptr.device), ptr.diff())
+    column = torch.searchsorted(keys, layout.edge_key[slots].long())
+    return layout.edge_id[slots].long(), row * len(keys) + column
 
 
 def _levels(call: Call, tile: _Tile) -> list[tuple[slice, Tensor | float]]:
     """Ranges of dimensions, and what their products at each pair [rows, m] are multiplied by."""
-    levels = call.layout.levels
-    if call.score is None or levels is None:
+    if call.score is None:
         return [(slice(None), 1.0)]
+    levels = call.layout.levels
+    assert levels is not None  # the layout fits the score
     rows = torch.arange(tile.rows.start, tile.rows.stop, device=tile.keys.device)[:, None]
     spread = call.score.spread(levels, rows + call.layout.q_start, tile.keys)
     return [(dims, factor.to(_precision(call.query))) for dims, factor in spread]
 
 
 def _scores(call: Call, tile: _Tile) -> tuple[Tensor, Tensor | float]:
-    """Return the scores [n, rows, m], -inf where unrelated, and their slope by q . k."""
-    share, precision = _share(call), _precision(call.query)
-    queries = call.query[tile.queries].to(precision)  # [n, rows, D]
-    keys = call.key[tile.columns(share)].to(precision)  # [n, m, D]
-    parts = (queries[..., dims] @ keys[..., dims].mT * factor for dims, factor in _levels(call, tile))
-    scores = reduce(operator.add, parts) * call.scale
+    """Return the scores [n, rows, m], -inf where unrelated, and their slope by q . k or the like."""
+    precision = _precision(call.query)
+    queries, keys = _sides(call, tile)
+    if call.additive is None:
+        parts = (queries[..., dims] @ keys[..., dims].mT * factor for dims, factor in _levels(call, tile))
+        scores = reduce(operator.add, parts) * call.scale
+    else:
+        weight, negative_slope = call.additive
+        lifted = torch.nn.functional.leaky_relu(queries[:, :, None] + keys[:, None], negative_slope)
+        scores = (lifted * weight[tile.h, None, None]).sum(-1) * call.scale
     slope: Tensor | float = call.scale
     if call.softcap:
         capped = torch.tanh(scores / call.softcap)
         scores = call.softcap * capped
         slope = call.scale * (1 - capped * capped)
     for part, values in call.parts.items():
-        scores = scores + values[_places(call, part, tile)]
+        if part != "edge":
+            scores = scores + values[_places(call, part, tile)]
     often = tile.counts.clamp(min=1).to(precision).log()  # n edges are one with + log n
+    if "edge" in call.parts:
+        often = _edge_bias(call, tile)[1].view_as(scores)
     return (scores + often).masked_fill(tile.counts == 0, -torch.inf), slope
+
+
+def _sides(call: Call, tile: _Tile) -> tuple[Tensor, Tensor]:
+    """Queries [n, rows, D] and keys [n, m, D] of a tile."""
+    precision = _precision(call.query)
+    return call.query[tile.queries].to(precision), call.key[tile.columns(_share(call))].to(precision)
+
+
+def _through_score(call: Call, tile: _Tile, d_raw: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of queries [n, rows, D], keys [n, m, D] and an additive score's weight [n, D]."""
+    queries, keys = _sides(call, tile)
+    if call.additive is None:
+        d_products = [(dims, d_raw * factor) for dims, factor in _levels(call, tile)]
+        d_query = torch.cat([d @ keys[..., dims] for dims, d in d_products], -1)
+        return d_query, torch.cat([d.mT @ queries[..., dims] for dims, d in d_products], -1), None
+    weight, negative_slope = call.additive
+    sums = queries[:, :, None] + keys[:, None]  # [n, rows, m, D]
+    steepness = torch.where(sums > 0, 1, sums.new_full((), negative_slope))
+    d_sums = d_raw[..., None] * weight[tile.h, None, None] * steepness
+    d_weight = d_raw[..., None] * torch.nn.functional.leaky_relu(sums, negative_slope)
+    return d_sums.sum(2), d_sums.sum(1), d_weight.sum((1, 2))
+
+
+def _edge_places(call: Call, tile: _Tile) -> tuple[Tensor, Tensor]:
+    """Where the part of edges has their values, indices that broadcast to [n, edges]."""
+    return tile.number, tile.h[:, None] % call.parts["edge"].shape[1]
+
+
+def _edge_bias(call: Call, tile: _Tile) -> tuple[Tensor, Tensor]:
+    """The bias of each edge [n, edges], and the log of the summed exp(bias) of each pair [n, rows * m]."""
+    bias = call.parts["edge"][_edge_places(call, tile)]
+    place = tile.place.expand_as(bias)
+    top = bias.new_full((len(bias), tile.counts.numel()), -torch.inf).scatter_reduce(1, place, bias, "amax")
+    base = top.masked_fill(top == -torch.inf, 0)
+    total = torch.zeros_like(top).index_add_(1, tile.place, torch.exp(bias - base[:, tile.place]))
+    return bias, total.log() + base
 
 
 def _places(call: Call, part: str, tile: _Tile) -> tuple[Tensor, ...]:

@@ -45,6 +45,7 @@ def why_not(problem: Problem) -> list[str]:
         (query.dtype not in DTYPES, f"dtype: float32, float16 or bfloat16, got {query.dtype}"),
         (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
         (problem.score is not None, f"score: only the dot product (None) yet, got {problem.score!r}"),
+        (problem.form == "edges", "terms: numbers for edges (EdgeBias) are not in these kernels yet"),
     )
     return [words for is_so, words in refused if is_so] + why_not_parts(problem.terms)
 

@@ -279,6 +279,16 @@ class Layout:
         return kept is not None and kept[0] is self.where and kept[1:] == self._state[1:]
 
     @property
+    def edge_numbers(self) -> int:
+        """One more than the largest number that the caller gave an edge; read once: it waits for a GPU."""
+        kept = getattr(self.buffer, "_attnbias_edge_numbers", None)
+        if kept is None or kept[0] != self._state[1:] or kept[1] is not self.where:
+            count = int(self.edge_id.max()) + 1 if self.sizes["edges"] else 0
+            kept = (self._state[1:], self.where, count)
+            self.buffer._attnbias_edge_numbers = kept  # type: ignore[attr-defined]
+        return int(kept[2])
+
+    @property
     def _state(self) -> tuple[Tensor, int, int]:
         return self.where, _version(self.buffer), _version(self.where)
 
