@@ -61,7 +61,7 @@ class _Structured(nn.Module):
         projected: Tensor = self.output(out.transpose(1, 2).flatten(2))
         return projected
 
-    def fan_ins(self) -> dict[nn.Parameter, int]:
+    def fan_ins(self) -> dict[Tensor, int]:
         """The number of inputs of each matrix that learns at a rate of its own."""
         linear = [layer for layer in self.children() if isinstance(layer, nn.Linear)]
         return {layer.weight: layer.in_features for layer in linear}
@@ -205,10 +205,10 @@ class BilinearMLRAttention(_Structured):
             parts.append(norm(made.unflatten(2, (self.heads, -1)).flatten(3)))
         return parts
 
-    def fan_ins(self) -> dict[nn.Parameter, int]:
+    def fan_ins(self) -> dict[Tensor, int]:
         """The number of inputs of each matrix that learns at a rate of its own."""
         cores = [*self.query, *self.key]
-        return super().fan_ins() | {core: core.shape[1] for core in cores}  # type: ignore[dict-item]
+        return super().fan_ins() | {core: core.shape[1] for core in cores}
 
 
 class BilinearBTTAttention(_Structured):
@@ -272,7 +272,7 @@ class BilinearBTTAttention(_Structured):
         query = x[:, None].expand(-1, self.heads, -1, -1)  # one for all heads: strides of 0, no copies
         return self._finish(x, query, key, scale=self.scale)
 
-    def fan_ins(self) -> dict[nn.Parameter, int]:
+    def fan_ins(self) -> dict[Tensor, int]:
         """The number of inputs of each matrix that learns at a rate of its own."""
         few, many, rank = self.shape
         return super().fan_ins() | {self.right: many, self.left: few * rank}
@@ -308,7 +308,7 @@ def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
         >>> [(group["lr"], len(group["params"])) for group in groups]
         [(0.1, 2), (0.8, 1)]
     """
-    fan_ins: dict[nn.Parameter, int] = {}
+    fan_ins: dict[Tensor, int] = {}
     for module in model.modules():
         if isinstance(module, _Structured):
             fan_ins |= module.fan_ins()
