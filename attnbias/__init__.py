@@ -29,6 +29,7 @@ from .relations import (
     Relation,
     Where,
     Window,
+    knn_graph,
 )
 from .scores import AdditiveScore
 from .terms import ALiBi, EdgeBias, GridBias, KeyBias, PairBias, RelativeBias, linear_buckets, t5_buckets
@@ -71,6 +72,7 @@ __all__ = [
     "attention_weights",
     "edge_weights",
     "explain",
+    "knn_graph",
     "layout_cache",
     "linear_buckets",
     "merge",

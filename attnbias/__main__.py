@@ -1,4 +1,4 @@
-"""The command ``attnbias``: show a relation, verify a backend, say what can run here, run the benchmark."""
+"""The command ``attnbias``: show a relation, verify a backend, check the theory, run the benchmark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verify.add_argument("--random", type=int, default=1000, metavar="N", help="problems to draw")
     verify.add_argument("--seed", type=int, default=0, help="the first problem's seed")
     verify.add_argument("--backend", default=None, help="its name; by default what each call chooses")
+    verify.add_argument("--small", action="store_true", help="small problems, as for TRITON_INTERPRET=1")
     commands.add_parser("info", help="versions, devices, backends and why each can or cannot run")
+    commands.add_parser(
+        "theory", help="the mechanisms' relations and symmetries, and each claim on every backend"
+    )
     bench = commands.add_parser("bench", help="run the benchmark", add_help=False)
     given, rest = parser.parse_known_args(arguments)
     if rest and given.command != "bench":
@@ -40,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _verify(given)
         if given.command == "info":
             return _info()
+        if given.command == "theory":
+            return _theory()
         from .benchmarks.__main__ import main as run_benchmark
 
         bench.exit(run_benchmark(rest) or 0)
@@ -68,36 +74,31 @@ def _verify(given: argparse.Namespace) -> int:
         raise ValueError(f"--random: wanted at least 1 problem, got {given.random}")
     if given.backend is not None:
         dispatch.check_name(given.backend, "--backend")
-    failed = refused = 0
+    if given.backend == "triton":
+        import triton  # noqa: F401  # as it interprets or has a driver for the host, so does the backend
+    failed = refused = bare = 0
     started = shown = time.monotonic()
     for number in range(given.random):
         seed = given.seed + number
         try:
-            faults = _compare(seed, given.backend)
+            drawn, faults, is_plain = soak.check(seed, given.backend, small=given.small)
         except NotImplementedError:
             refused += 1
             continue
+        bare += is_plain
         if faults:
             failed += 1
-            print(f"FAILED {soak.draw(seed)}", *faults, sep="\n  ")
+            print(f"FAILED {drawn}", *faults, sep="\n  ")
         if time.monotonic() - shown > 10:
             shown = time.monotonic()
             print(f"{number + 1} of {given.random} problems, {failed} failed", file=sys.stderr)
     seconds = time.monotonic() - started
     print(
         f"{given.random - refused - failed} passed, {failed} failed, {refused} refused by "
-        f"{given.backend or 'the backends chosen'}, {seconds:.0f} s, seeds {given.seed}.."
-        f"{given.seed + given.random - 1}"
+        f"{given.backend or 'the backends chosen'}, {bare} run without options that it refuses, "
+        f"{seconds:.0f} s, seeds {given.seed}..{given.seed + given.random - 1}"
     )
     return 1 if failed or refused == given.random else 0
-
-
-def _compare(seed: int, backend: str | None) -> list[str]:
-    """Faults on one problem; a backend that refuses its options gets the same problem without them."""
-    try:
-        return soak.compare(soak.draw(seed), backend)
-    except NotImplementedError:
-        return soak.compare(soak.draw(seed, plain=True), backend)
 
 
 def _info() -> int:
@@ -115,6 +116,14 @@ def _info() -> int:
             reasons = backend.why_not(problem)
             print(f"{device} {name}: {'; '.join(reasons) or 'can run'}")
     return 0
+
+
+def _theory() -> int:
+    from .symmetry.theory import report
+
+    text, held = report()
+    print(text)
+    return 0 if held else 1
 
 
 if __name__ == "__main__":

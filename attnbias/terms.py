@@ -232,7 +232,7 @@ class RelativeBias(KernelTerm):
 
     def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """See :class:`Term`."""
-        return self.table[h, self.buckets(k - q, self.table.shape[1])]
+        return _take(self.table, h, self.buckets(k - q, self.table.shape[1]))
 
     def check(self, sizes: Sizes) -> None:
         """See :class:`KernelTerm`."""
@@ -242,7 +242,7 @@ class RelativeBias(KernelTerm):
 
     def make_part(self, sizes: Sizes) -> Tensor:
         """See :class:`KernelTerm`."""
-        return self.table.to(sizes.dtype)[:, self._index(sizes)][None]
+        return _take(self.table.to(sizes.dtype), slice(None), self._index(sizes))[None]
 
     def _index(self, sizes: Sizes) -> Tensor:
         """The bucket of each distance."""
@@ -269,7 +269,7 @@ class GridBias(KernelTerm):
 
     def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """See :class:`Term`."""
-        return self.table[h, self._code(q) - self._code(k) + self._middle]
+        return _take(self.table, h, self._code(q) - self._code(k) + self._middle)
 
     def check(self, sizes: Sizes) -> None:
         """See :class:`KernelTerm`."""
@@ -423,7 +423,15 @@ class EdgeBias(KernelTerm):
 
 def _entries(x: Tensor, *index: Tensor) -> Tensor:
     """The entries of x at indices that broadcast together; a dimension of size 1 is for all."""
-    return x[tuple(i if n > 1 else torch.zeros_like(i) for i, n in zip(index, x.shape, strict=True))]
+    return _take(x, *(i if n > 1 else torch.zeros_like(i) for i, n in zip(index, x.shape, strict=True)))
+
+
+def _take(x: Tensor, *index: Tensor | slice) -> Tensor:
+    """The entries of x at indices, whose gradients add up in one order.
+
+    Through float64: the gradients of float32 entries are added by the threads of a CPU as they come.
+    """
+    return x.double()[index].to(x.dtype)
 
 
 def _distances(sizes: Sizes) -> Tensor:

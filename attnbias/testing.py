@@ -97,12 +97,17 @@ def magnitudes(
     scale: float,
     dropout_p: float = 0.0,
     bias: float = 0.0,
+    out: Tensor | None = None,
 ) -> dict[str, float]:
     """Size of the numbers that are rounded on the way to each result, for ``assert_no_worse``.
 
     A score is rounded at its own size, so a weight is off by that much of itself; the gradient of a
     score is p * (dP - delta), whose parts cancel wherever a row has one key or equal values; and n terms of
     random sign, as the queries of a key are, pass through sums of about sqrt(n) times one.
+
+    A backward pass reads delta = dO . out from a result that was rounded to the dtype of the inputs, which
+    eager code does not. In half precision that is the largest error by far wherever ``out`` is the sum of
+    few large values; with ``out`` it counts: each number of it is off by a uniform error of half a step.
 
     Args:
         query: [B, H, Q, D].
@@ -113,6 +118,7 @@ def magnitudes(
         scale: factor of the dot products.
         dropout_p: share of the pairs dropped; the others grow by 1 / (1 - dropout_p).
         bias: the largest sum of score terms.
+        out: the exact result, [B, H, Q, E].
     """
 
     def longest(x: Tensor) -> float:
@@ -125,15 +131,26 @@ def magnitudes(
     score = 1 + abs(scale) * longest(query) * longest(key) + bias
     step = score * (longest(grad_out) * longest(value) / kept + longest(grad_lse[..., None]))
     batch, heads, q_len = query.shape[:3]
-    by_key = math.sqrt(q_len * max(heads // max(key.shape[1], 1), 1))
-    return {
+    share = max(heads // max(key.shape[1], 1), 1)
+    sizes = {
         "out": score * largest(value) / kept,
         "lse": score,
         "query": abs(scale) * step * longest(key),
         "key": abs(scale) * step * longest(query),
-        "value": score * largest(grad_out) / kept * by_key,
+        "value": score * largest(grad_out) / kept * math.sqrt(q_len * share),
         "sink": step * math.sqrt(batch * q_len),
     }
+    if out is not None and out.numel() and query.dtype in (torch.float16, torch.bfloat16):
+        half_step = torch.finfo(query.dtype).eps / 2 / torch.finfo(torch.float32).eps
+        off = half_step * (grad_out.detach().double() * out.detach().double()).abs()  # [B, H, Q, E]
+        variance = off.square().sum(-1) / 3  # [B, H, Q]
+        most = torch.minimum(off.sum(-1), 5 * variance.sqrt()).max().item()
+        by_key = variance.view(batch, -1, share * q_len).sum(-1).max().item()
+        by_head = variance.sum((0, 2)).max().item()
+        sizes["query"] += abs(scale) * most * largest(key)
+        sizes["key"] += abs(scale) * 5 * math.sqrt(by_key) * largest(query)
+        sizes["sink"] += 5 * math.sqrt(by_head)
+    return sizes
 
 
 def eager(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .cases import Attend, Case
-from .peers import BY_NODE, FORWARD_ONLY, PEERS, CannotRunError
+from .peers import BY_HEAD, BY_NODE, FORWARD_ONLY, PEERS, CannotRunError
 from .timing import Spread, interleave
 
 OURS = "attnbias"
@@ -93,6 +93,8 @@ def race(case: Case, names: Iterable[str], *, backward: bool, rounds: int) -> Re
         theirs = inputs
         if name in BY_NODE:
             theirs = tuple(x.transpose(1, 2).contiguous() for x in inputs)  # type: ignore[assignment]
+        elif name in BY_HEAD:
+            theirs = tuple(x.contiguous() for x in inputs)  # type: ignore[assignment]
         functions[name] = steps(attend, theirs, backward=backward)
     samples = dict(zip(functions, interleave(list(functions.values()), rounds), strict=True))
     mine = samples.pop(OURS)

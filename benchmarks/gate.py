@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import report, terms
+from . import graph_gate, report, terms
 from .attention import MATMUL, race, steps
 from .cases import CASES, Case, causal, window
 from .timing import Spread, interleave, one_thread, sample
@@ -169,6 +169,9 @@ def run(rounds: int, wanted: str) -> int:
             if not row.floor:
                 bounds = ["", "", report.ratio(ratio), "reported"]
             lines.append([row.case, what, row.peer, *bounds])
+        for line, held in graph_gate.lines(rounds, wanted):
+            lines.append(line)
+            failed += not held
         if not wanted or wanted in "terms":
             report.progress("score terms")
             for name, cost in terms.costs(causal(2048), rounds).items():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .cases import Attend, Case
+from .graph_cases import GraphCase
 
 MOST_PAIRS = 4096 * 4096  # that a peer without sparsity is asked to compute
 
@@ -116,6 +118,50 @@ def flex(case: Case, block: int = 128) -> Attend:
     return partial(compiled, block_mask=mask)
 
 
+def pyg(case: Case) -> Attend:
+    """TransformerConv of PyG without its linear layers: gather, softmax, scatter; takes [1, N, H, D]."""
+    if not isinstance(case, GraphCase):
+        raise CannotRunError("knows only graphs")
+    if not find_spec("torch_geometric"):
+        raise CannotRunError("torch_geometric is not installed")
+    from torch_geometric.nn import TransformerConv
+
+    layer = TransformerConv(case.size, case.size, heads=case.heads)
+    edge_index = case.edge_index
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = layer.propagate(edge_index, query=query[0], key=key[0], value=value[0], edge_attr=None)
+        return out[None]
+
+    return attend
+
+
+def torch_sparse(case: Case) -> Attend:
+    """Torch's sparse products and a softmax by scattering, head by head; takes dense heads [1, H, N, D]."""
+    if not isinstance(case, GraphCase):
+        raise CannotRunError("knows only graphs")
+    nodes = case.tokens
+    key, query = case.edge_index[:, case.edge_index[1].argsort(stable=True)]
+    ptr = torch.searchsorted(query.contiguous(), torch.arange(nodes + 1))
+    pattern = torch.sparse_csr_tensor(ptr, key.contiguous(), torch.zeros(len(key)), (nodes, nodes))
+    scale = case.size**-0.5
+
+    def softmax(scores: Tensor) -> Tensor:
+        most = scores.new_full((nodes,), -torch.inf).scatter_reduce_(0, query, scores, "amax")
+        weights = torch.exp(scores - most[query])
+        return weights / scores.new_zeros(nodes).index_add_(0, query, weights)[query]
+
+    def head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.sparse.sampled_addmm(pattern, q, k.T, beta=0.0, alpha=scale)
+        weights = softmax(scores.values())
+        return torch.sparse_csr_tensor(ptr, pattern.col_indices(), weights, (nodes, nodes)) @ v
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.stack([head(*each) for each in zip(query[0], key[0], value[0], strict=True)])[None]
+
+    return attend
+
+
 PEERS: dict[str, Callable[[Case], Attend]] = {
     "SDPA": sdpa,
     "SDPA, mask": sdpa_mask,
@@ -125,6 +171,9 @@ PEERS: dict[str, Callable[[Case], Attend]] = {
     "gather": gather,
     "Flex": flex,
     "Flex 64": partial(flex, block=64),
+    "PyG": pyg,
+    "torch.sparse": torch_sparse,
 }
-FORWARD_ONLY = ("Flex", "Flex 64")
-BY_NODE = ("gather",)  # takes [B, N, H, D]
+FORWARD_ONLY = ("Flex", "Flex 64", "torch.sparse")
+BY_NODE = ("gather", "PyG")  # takes [B, N, H, D]
+BY_HEAD = ("torch.sparse",)  # takes [B, H, N, D], each head dense

@@ -89,24 +89,23 @@ struct Heads {
   const float *query(int64_t i, float *buffer) const { return numbers(call.q, 1, i, buffer); }
   const float *key(int64_t j, float *buffer) const { return numbers(call.k, call.H / call.Hk, j, buffer); }
 
-  // Scores s [count] of a pair, without bias; `slopes`, when wanted, are their derivatives.
-  void pair(const float *q, const float *k, float *s, float *slopes) const {
-    const float by = slope;
+  // Scores s [count] of a pair, without bias.
+  void pair(const float *q, const float *k, float *s) const {
+    const float by = slope, scale = score.capped ? 1.0f : call.scale;
     if (call.D == 1) {
 #pragma omp simd
-      for (int64_t l = 0; l < lanes; l++) s[l] = leaky(q[l] + k[l], by) * weight[l];
+      for (int64_t h = 0; h < count; h++) s[h] = leaky(q[h] + k[h], by) * weight[h] * scale;
     } else {
       float sum = 0;
 #pragma omp simd reduction(+ : sum)
       for (int64_t l = 0; l < lanes; l++) sum += leaky(q[l] + k[l], by) * weight[l];
-      s[0] = sum;
+      s[0] = sum * scale;
     }
-    for (int64_t c = 0; c < count; c += VL) {
-      const F raw = score.raw(load(s + c) * splat(score.sign));
-      store(s + c, raw * splat(score.factor));
-      if (slopes) store(slopes + c, splat(call.scale) * (score.capped ? score.slope(raw) : splat(1.0f)));
-    }
+    for (int64_t h = 0; score.capped && h < count; h++) s[h] = score.raw(splat(s[h]))[0];
   }
+
+  // The derivative of a score by the sum over d.
+  float slope_of(float s) const { return call.scale * (score.capped ? score.slope(splat(s))[0] : 1.0f); }
 
   // Where the caller's bias has the number of an edge and head.
   int64_t bias_at(int64_t place, int64_t h) const {
@@ -119,12 +118,12 @@ struct Heads {
   }
 
   void write_scores(int64_t row, int64_t begin, int64_t end, float *scores) const {
-    alignas(64) float q_copy[MOST + VL], k_copy[MOST + VL], s[MOST + VL] = {};
+    alignas(64) float q_copy[MOST + VL], k_copy[MOST + VL];
     const float *q = query(row, q_copy);
     for (int64_t e = begin; e < end; e++) {
-      pair(q, key(call.layout.edge_key[e], k_copy), s, nullptr);
+      float *s = of_edge(scores, e);
+      pair(q, key(call.layout.edge_key[e], k_copy), s);
       for (int64_t h = 0; call.edge_bias && h < count; h++) s[h] += call.edge_bias[bias_at(e, h)];
-      memcpy(of_edge(scores, e), s, sizeof(float) * (size_t)count);
     }
   }
 
@@ -143,6 +142,10 @@ struct Heads {
     for (int64_t l = 0; l < lanes; l++) dweight[l] += of[l] * leaky(x[l] + y[l], down);
   }
 
+  void start(float *x, float *y) const {
+    for (int64_t l = 0; l < lanes; l++) x[l] = y[l] = 0;
+  }
+
   // total += part, which starts anew: long lists add up in two levels.
   void flush(float *part, float *total) const {
     for (int64_t l = 0; l < lanes; l++) {
@@ -153,15 +156,15 @@ struct Heads {
 
   // dq of a row, and the way of its gradients back to the caller's bias and to the products.
   void row(int64_t i, int64_t begin, int64_t end, float *dscores, float *dweight) const {
-    alignas(64) float q_copy[MOST + VL], k_copy[MOST + VL], s[MOST + VL] = {}, slopes[MOST + VL];
-    alignas(64) float part[MOST] = {}, total[MOST] = {};
+    alignas(64) float q_copy[MOST + VL], k_copy[MOST + VL], s[MOST], part[MOST], total[MOST];
+    start(part, total);
     const float *q = query(i, q_copy);
     for (int64_t e = begin; e < end; e++) {
       const float *k = key(call.layout.edge_key[e], k_copy);
       float *d = of_edge(dscores, e);
-      pair(q, k, s, slopes);
+      if (score.capped) pair(q, k, s);
       for (int64_t h = 0; call.dedge_bias && h < count; h++) call.dedge_bias[bias_at(e, h)] += d[h];
-      for (int64_t h = 0; h < count; h++) d[h] *= slopes[h];
+      for (int64_t h = 0; h < count; h++) d[h] *= slope_of(s[h]);
       add(q, k, d, part, dweight ? dweight + first * call.D : nullptr);
       if ((e - begin) % CHUNK == CHUNK - 1) flush(part, total);
     }
@@ -171,7 +174,8 @@ struct Heads {
 
   // Add to the sums of a key's gradient.
   void column(int64_t j, int64_t begin, int64_t end, float *dscores, float *total) const {
-    alignas(64) float q_copy[MOST + VL], k_copy[MOST + VL], part[MOST] = {};
+    alignas(64) float q_copy[MOST + VL], k_copy[MOST + VL], part[MOST];
+    start(part, part);
     const float *k = key(j, k_copy);
     for (int64_t e = begin; e < end; e++) {
       add(k, query(call.layout.col_query[e], q_copy), of_edge(dscores, call.layout.col_edge[e]), part,
@@ -254,7 +258,8 @@ static void columns_with(const ab_call &call, const Buffers &buffers, const List
       if (heads.count == 1 && heads.first % share) return;
       const int64_t end = columns.row_at(g, (item + 1) * ITEM);
       for (int64_t j = columns.row_at(g, item * ITEM); j < end; j++) {
-        alignas(64) float total[MOST] = {};
+        alignas(64) float total[MOST];
+        heads.start(total, total);
         const int64_t more = heads.count == 1 ? share : 1;
         for (int64_t s = 0; s < more; s++) {
           const Heads<T> one(call, heads.b, heads.first + s, heads.count);

@@ -67,6 +67,17 @@ const ab_level_table *level() {
   return asked ? asked : levels().best_first[0];
 }
 
+// Eight heads of eight numbers fill vectors of eight lanes, whose kernel takes them at once; rows of half a
+// longer vector go head by head, at a fifth of the speed.
+const ab_level_table *level_for(const ab_call &call) {
+  const ab_level_table *const best = level();
+  const bool eights = call.E == 8 && (call.D == 8 || call.additive) && call.H % 8 == 0;
+  if (!eights || call.layout.tiles || forced.load(std::memory_order_relaxed)) return best;
+  for (const ab_level_table *const *found = levels().best_first; *found; found++)
+    if (!strcmp((*found)->name, "avx2")) return *found;
+  return best;
+}
+
 struct Memory {
   char *data = nullptr;
   int64_t bytes = 0;
@@ -89,7 +100,7 @@ bool is_wrong(const ab_call &call) {
 
 int32_t check(const ab_call *call, bool backward) {
   if (is_wrong(*call)) return AB_BAD_ARGUMENT;
-  const int64_t bytes = level()->scratch_bytes(call, backward);
+  const int64_t bytes = level_for(*call)->scratch_bytes(call, backward);
   return call->scratch_bytes < bytes ? AB_SMALL_SCRATCH : AB_OK;
 }
 
@@ -118,18 +129,18 @@ int32_t ab_abi_version(void) { return AB_ABI_VERSION; }
 int64_t ab_call_bytes(void) { return (int64_t)sizeof(ab_call); }
 
 int64_t ab_scratch_bytes(const ab_call *call, int32_t backward) {
-  return is_wrong(*call) ? 0 : level()->scratch_bytes(call, backward != 0);
+  return is_wrong(*call) ? 0 : level_for(*call)->scratch_bytes(call, backward != 0);
 }
 
 int32_t ab_forward(const ab_call *call) {
   if (!call->B || !call->H || !call->Q) return AB_OK;  // nothing to write
   const int32_t status = check(call, false);
-  return status == AB_OK ? level()->forward(call) : status;
+  return status == AB_OK ? level_for(*call)->forward(call) : status;
 }
 
 int32_t ab_backward(const ab_call *call) {
   const int32_t status = check(call, true);
-  return status == AB_OK ? level()->backward(call) : status;
+  return status == AB_OK ? level_for(*call)->backward(call) : status;
 }
 
 const char *ab_level(void) { return level()->name; }

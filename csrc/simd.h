@@ -219,6 +219,22 @@ AB_INLINE void store_some(T *p, F x, int64_t n) {
   memcpy(p, some, (size_t)n * sizeof(T));
 }
 
+#if defined(__AVX512F__)
+AB_INLINE F load_some(const float *p, int64_t n) {
+  return (F)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+}
+AB_INLINE void store_some(float *p, F x, int64_t n) {
+  _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)x);
+}
+#elif defined(__AVX2__)
+AB_INLINE __m256i first_lanes(int64_t n) {
+  static const int32_t lanes[2 * VL] = {-1, -1, -1, -1, -1, -1, -1, -1};
+  return _mm256_loadu_si256((const __m256i *)(lanes + VL - n));
+}
+AB_INLINE F load_some(const float *p, int64_t n) { return (F)_mm256_maskload_ps(p, first_lanes(n)); }
+AB_INLINE void store_some(float *p, F x, int64_t n) { _mm256_maskstore_ps(p, first_lanes(n), (__m256)x); }
+#endif
+
 }  // namespace AB_LEVEL
 
 #endif

@@ -98,12 +98,40 @@ def columns_of(x, line, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def score(q, k, outer, bias, bias_b, bias_e, bias_h, number, b, h, CAPPED: tl.constexpr):
-    """Score edges [S, L, H] times log2(e), and the slope by scale * q.k; q comes with its factor in it.
+def steepness(x, additive):
+    """Slope of an additive score's LeakyReLU at x."""
+    return tl.where(x > 0, 1.0, additive[1])
 
-    The factor is scale * log2(e), or scale / softcap, with outer = softcap * log2(e).
+
+@triton.jit
+def load_weight(additive, h, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Load the weight [L, H, D_PAD] of heads [L, H]; ``additive`` is (weight [H, D], slope below zero)."""
+    return load_columns(additive[0] + (h * D)[:, :, None] + tl.arange(0, D_PAD)[None, None, :], D, D_PAD)
+
+
+@triton.jit
+def load_query(
+    q, q_b, q_h, q_at, b, h, row, inner, additive, D: tl.constexpr, D_PAD: tl.constexpr, ALIGN: tl.constexpr
+):
+    """Load queries [L, H, D_PAD] as ``score`` wants them."""
+    kept = load_nodes(heads_at(q, q_b, q_h, b, h, ALIGN), q_at, row, D, D_PAD, ALIGN).to(tl.float32)
+    return kept * inner if additive is None else kept
+
+
+@triton.jit
+def score(
+    q, k, additive, weight, inner, outer, bias, bias_b, bias_e, bias_h, number, b, h, CAPPED: tl.constexpr
+):
+    """Score edges [S, L, H] times log2(e), and the slope by scale times q.k, or what stands for it.
+
+    The factor inner is scale * log2(e), or scale / softcap, with outer = softcap * log2(e). The q of a dot
+    product come with it. With ``additive`` it is sum_d weight_d LeakyReLU(q_d + k_d) instead.
     """
-    s = tl.sum(q[None] * k.to(tl.float32), 3)
+    if additive is None:
+        s = tl.sum(q[None] * k.to(tl.float32), 3)
+    else:
+        x = q[None] + k.to(tl.float32)
+        s = tl.sum(weight[None] * (x * steepness(x, additive)), 3) * inner
     slope = 1.0
     if CAPPED:
         t = tanh(s)
@@ -114,6 +142,18 @@ def score(q, k, outer, bias, bias_b, bias_e, bias_h, number, b, h, CAPPED: tl.co
         at = number.to(tl.int64)[:, :, None] * bias_e + head[None]
         s += tl.load(bias + at).to(tl.float32) * LOG2E
     return s, slope
+
+
+@triton.jit
+def load_sums(lse, lse_b, lse_h, grad_lse, grad_lse_b, grad_lse_h, grad_lse_q, b, h, row):
+    """Load lse * log2(e), 0 for -inf, and dlse of rows [L, H], and whether they are empty."""
+    lse2 = tl.load(lse + (b.to(tl.int64)[:, None] * lse_b + h.to(tl.int64) * lse_h + row[:, None])) * LOG2E
+    is_empty = lse2 == -float("inf")
+    d_lse = 0.0
+    if grad_lse is not None:
+        at = b.to(tl.int64)[:, None] * grad_lse_b + h.to(tl.int64) * grad_lse_h
+        d_lse = tl.load(grad_lse + at + (row.to(tl.int64) * grad_lse_q)[:, None]).to(tl.float32)
+    return tl.where(is_empty, 0.0, lse2), d_lse, is_empty
 
 
 @triton.jit

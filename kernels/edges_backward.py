@@ -18,10 +18,36 @@ import triton.language as tl
 from torch import Tensor
 
 from .bias import NO_DROPOUT, Dropout, keep_pairs
+from .edge_columns import columns_backward
 from .edge_items import EdgeLists
-from .edge_tile import first_line, heads_at, lines_at, load_nodes, locate, score, store_sum
-from .edges import NUMBERS, OPTIONS, Launch, alignment, bias_strides, factors, is_listed, known_one, strides
-from .tile import LOG2E
+from .edge_launch import (
+    NUMBERS,
+    OPTIONS,
+    Additive,
+    Launch,
+    alignment,
+    bias_strides,
+    factors,
+    is_listed,
+    known_one,
+    strides,
+)
+from .edge_tile import (
+    columns_of,
+    first_line,
+    heads_at,
+    lines_at,
+    lines_of_pieces,
+    load_nodes,
+    load_query,
+    load_sums,
+    load_weight,
+    locate,
+    score,
+    steepness,
+    store_columns,
+    store_sum,
+)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -38,6 +64,8 @@ def edge_rows(
     part,
     hand,
     grad_bias,
+    grad_weight,
+    additive,
     bias,
     edge_key,
     edge_id,
@@ -98,31 +126,30 @@ def edge_rows(
 ):
     """dQ = scale sum_e dS_e k_e, dS = p (dO.v - delta) slope, delta = dO.O - dlse; hand over (p, dS).
 
+    With an additive score dQ = scale weight sum_e dS_e l_e, and the weight's gradient is
+    scale sum_e dS_e l_e (q + k_e), where l is the slope of the LeakyReLU: an item leaves its share of it.
     Dropout multiplies the weight p that is handed over, and dO.v, by 0 or by regrow.
-
     The gradient of an edge's bias is p (dO.v - delta): dS, unless there is a slope. It can be written apart.
     """
     CELL: tl.constexpr = HEADS * BLOCKS
     place = locate(items, item_count, first_cell, cell_heads, HEADS, BLOCKS, LANES)
     cell, row, begin, end, _, _, b, h, inner_b, inner_h = place
-    kept = load_nodes(heads_at(q, q_b, q_h, b, h, ALIGN), q_at, row, D, D_PAD, ALIGN)
-    kept = kept.to(tl.float32) * inner  # [L, H, D]
+    kept = load_query(q, q_b, q_h, q_at, b, h, row, inner, additive, D, D_PAD, ALIGN)  # [L, H, D]
+    weight = None if additive is None else load_weight(additive, h, D, D_PAD)
     d_outs = heads_at(grad_out, grad_out_b, grad_out_h, b, h, ALIGN)
     d_out = load_nodes(d_outs, grad_out_at, row, E, E_PAD, ALIGN).to(tl.float32)  # [L, H, E]
     kept_out = load_nodes(heads_at(out, out_b, out_h, b, h, ALIGN), out_at, row, E, E_PAD, ALIGN)
     delta = tl.sum(d_out * kept_out.to(tl.float32), 2)  # [L, H]
-    lse2 = tl.load(lse + (b.to(tl.int64)[:, None] * lse_b + h.to(tl.int64) * lse_h + row[:, None])) * LOG2E
-    if grad_lse is not None:
-        at = b.to(tl.int64)[:, None] * grad_lse_b + h.to(tl.int64) * grad_lse_h
-        delta -= tl.load(grad_lse + at + (row.to(tl.int64) * grad_lse_q)[:, None]).to(tl.float32)
+    sums = lse, lse_b, lse_h, grad_lse, grad_lse_b, grad_lse_h, grad_lse_q
+    lse2, d_lse, is_empty = load_sums(*sums, b, h, row)
     # A row whose every bias is -inf: weights of exactly 0, and an lse that is a constant.
-    delta = tl.where(lse2 == -float("inf"), 0.0, delta)
-    lse2 = tl.where(lse2 == -float("inf"), 0.0, lse2)
+    delta = tl.where(is_empty, 0.0, delta - d_lse)
     keys = heads_at(k, k_b, k_h, b, h // share, ALIGN)
     values = heads_at(v, v_b, v_h, b, h // share, ALIGN)
 
     drop = None if seed is None else (tl.load(seed), drop_above, q_start, regrow)
     acc = tl.zeros([LANES, HEADS, D_PAD], tl.float32)
+    acc_weight = acc
     origin = first_line(first_place, places, cell, inner_b)
     e = begin[None, :] + tl.arange(0, STEP)[:, None]  # [S, L]
     last = tl.maximum(end - 1, 0)[None, :]
@@ -136,12 +163,11 @@ def edge_rows(
             if edge_id is not None:
                 number = tl.load(edge_id + number)
         if seed is not None:
-            kept_pair = keep_pairs(
-                drop, b[None, :, None], h[None], row[None, :, None], key[:, :, None]
-            )  # [S, L, H]
+            kept_pair = keep_pairs(drop, b[None, :, None], h[None], row[None, :, None], key[:, :, None])
         key = tl.load(edge_key + tl.minimum(e + STEP, last))
         is_edge = (e < end[None, :])[:, :, None] & (h >= 0)[None]
-        s, slope = score(kept, kk, outer, bias, bias_b, bias_e, bias_h, number, b, h, CAPPED)
+        term = bias, bias_b, bias_e, bias_h, number, b, h
+        s, slope = score(kept, kk, additive, weight, inner, outer, *term, CAPPED)
         p = tl.where(is_edge, tl.math.exp2(s - lse2[None]), 0.0)
         dp = tl.sum(d_out[None] * vv.to(tl.float32), 3)  # [S, L, H]
         if seed is not None:
@@ -150,8 +176,15 @@ def edge_rows(
         if grad_bias is not None:
             tl.store(grad_bias + lines_at(origin, e, inner_h, CELL), ds, mask=is_edge)
         ds = ds * slope
-        if grad_q is not None:
-            acc += tl.sum(ds[:, :, :, None] * kk, 0)
+        if additive is None:
+            if grad_q is not None:
+                acc += tl.sum(ds[:, :, :, None] * kk, 0)
+        else:
+            x = kept[None] + kk
+            pull = ds[:, :, :, None] * steepness(x, additive)
+            acc += tl.sum(pull, 0)
+            if grad_weight is not None:
+                acc_weight += tl.sum(pull * x, 0)
         if seed is not None:
             p = tl.where(kept_pair, p * regrow, 0.0)
         if hand is not None:
@@ -159,146 +192,17 @@ def edge_rows(
             tl.store(both, tl.join(p, ds), mask=is_edge[:, :, :, None])
         e += STEP
 
+    if grad_weight is not None:  # a line for each item: a lane group without edges has seen those of another
+        item = tl.program_id(0) * LANES + tl.arange(0, LANES)
+        acc_weight = tl.where((end > begin)[:, None, None], acc_weight * scale, 0.0)
+        line = lines_of_pieces(item_count, item, inner_b, inner_h, CELL)
+        store_columns(columns_of(grad_weight, line, D, D_PAD), acc_weight, item < item_count, D, D_PAD)
     if grad_q is not None:
         acc *= scale
-        store_sum(
-            acc,
-            place,
-            grad_q,
-            grad_q_b,
-            grad_q_h,
-            grad_q_at,
-            grad_q_start,
-            start_b,
-            start_h,
-            start_at,
-            part,
-            pieces,
-            D,
-            D_PAD,
-            CELL,
-            ALIGN,
-        )
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def edge_columns(
-    q,
-    grad_out,
-    hand,
-    grad_k,
-    grad_v,
-    grad_k_start,
-    grad_v_start,
-    part_k,
-    part_v,
-    col_query,
-    col_edge,
-    first_place,
-    items,
-    item_count,
-    pieces,
-    places,
-    first_cell,
-    cell_heads,
-    scale,
-    q_b,
-    q_h,
-    q_at,
-    grad_out_b,
-    grad_out_h,
-    grad_out_at,
-    grad_k_b,
-    grad_k_h,
-    grad_k_at,
-    grad_v_b,
-    grad_v_h,
-    grad_v_at,
-    start_k_b,
-    start_k_h,
-    start_k_at,
-    start_v_b,
-    start_v_h,
-    start_v_at,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    D_PAD: tl.constexpr,
-    E_PAD: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    LANES: tl.constexpr,
-    STEP: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """dK = scale sum_e dS_e q_e and dV = sum_e p_e dO_e over the edges e of a key, for each query head."""
-    CELL: tl.constexpr = HEADS * BLOCKS
-    place = locate(items, item_count, first_cell, cell_heads, HEADS, BLOCKS, LANES)
-    cell, _, begin, end, _, _, b, h, inner_b, inner_h = place
-    queries = heads_at(q, q_b, q_h, b, h, ALIGN)
-    d_outs = heads_at(grad_out, grad_out_b, grad_out_h, b, h, ALIGN)
-
-    acc_k = tl.zeros([LANES, HEADS, D_PAD], tl.float32)
-    acc_v = tl.zeros([LANES, HEADS, E_PAD], tl.float32)
-    origin = first_line(first_place, places, cell, inner_b)
-    e = begin[None, :] + tl.arange(0, STEP)[:, None]  # [S, L]
-    last = tl.maximum(end - 1, 0)[None, :]
-    query = tl.load(col_query + tl.minimum(e, last))
-    edge = tl.load(col_edge + tl.minimum(e, last))
-    for _ in range(0, tl.max(end - begin, 0), STEP):
-        if grad_k is not None:
-            qq = load_nodes(queries, q_at, query, D, D_PAD, ALIGN)  # [S, L, H, D]
-        if grad_v is not None:
-            d_out = load_nodes(d_outs, grad_out_at, query, E, E_PAD, ALIGN)  # [S, L, H, E]
-        is_edge = (e < end[None, :])[:, :, None] & (h >= 0)[None]
-        both = hand + tl.expand_dims(lines_at(origin, edge, inner_h, CELL) * 2, 3) + tl.arange(0, 2)
-        p, ds = tl.split(tl.load(both, mask=is_edge[:, :, :, None], other=0.0))
-        e += STEP
-        query = tl.load(col_query + tl.minimum(e, last))
-        edge = tl.load(col_edge + tl.minimum(e, last))
-        if grad_k is not None:
-            acc_k += tl.sum(ds[:, :, :, None] * qq.to(tl.float32), 0)
-        if grad_v is not None:
-            acc_v += tl.sum(p[:, :, :, None] * d_out.to(tl.float32), 0)
-
-    if grad_k is not None:
-        acc_k *= scale
-        store_sum(
-            acc_k,
-            place,
-            grad_k,
-            grad_k_b,
-            grad_k_h,
-            grad_k_at,
-            grad_k_start,
-            start_k_b,
-            start_k_h,
-            start_k_at,
-            part_k,
-            pieces,
-            D,
-            D_PAD,
-            CELL,
-            ALIGN,
-        )
-    if grad_v is not None:
-        store_sum(
-            acc_v,
-            place,
-            grad_v,
-            grad_v_b,
-            grad_v_h,
-            grad_v_at,
-            grad_v_start,
-            start_v_b,
-            start_v_h,
-            start_v_at,
-            part_v,
-            pieces,
-            E,
-            E_PAD,
-            CELL,
-            ALIGN,
-        )
+        if additive is not None:
+            acc *= weight
+        target = grad_q, grad_q_b, grad_q_h, grad_q_at, grad_q_start, start_b, start_h, start_at
+        store_sum(acc, place, *target, part, pieces, D, D_PAD, CELL, ALIGN)
 
 
 def edges_backward(
@@ -314,11 +218,13 @@ def edges_backward(
     *,
     scale: float,
     softcap: float = 0.0,
+    additive: Additive | None = None,
+    needs_weight: bool = False,
     bias: Tensor | None = None,
     needs_bias: bool = False,
     dropout: Dropout = NO_DROPOUT,
     starts: Sequence[Tensor | None] = (None, None, None),
-) -> Tensor | None:
+) -> tuple[Tensor | None, Tensor | None]:
     """Compute the gradients of attention over the edges.
 
     Args:
@@ -333,13 +239,15 @@ def edges_backward(
         grads: of query, key and value, written; None where not wanted.
         scale: factor of the dot products.
         softcap: c of ``c * tanh(score / c)``; 0 is off.
+        additive: of the score, or None for the dot product.
+        needs_weight: whether the gradient of its weight is wanted.
         bias: a number per edge in the caller's order, [edges] or [edges, H]; or in the lists', [B, H, edges].
         needs_bias: whether the gradient of bias is wanted.
         dropout: of the weights.
         starts: what to add to each gradient, float32 or None; it may be the gradient that is written.
 
     Returns:
-        The gradient of bias, or None.
+        The gradients of bias and of the weight; None where not wanted.
     """
     grad_query, grad_key, grad_value = grads
     B, H = query.shape[:2]
@@ -352,34 +260,17 @@ def edges_backward(
     launch = Launch.of(lists, lists.by_query, query, value)
     shape, count = launch.shape, launch.side.items.row.shape[0]
     part = None if grad_query is None else launch.pieces(query, shape.D)
+    by_item = None
+    if needs_weight:
+        by_item = query.new_empty((lines[0], count, lines[2], shape.D), dtype=torch.float32)
     align = alignment(query, key, value, out, grad_out, grad_query)
     for first, grid in launch.grids(count, shape.LANES):
         edge_rows[grid](
-            query,
-            key,
-            value,
-            out,
-            lse,
-            grad_out,
-            grad_lse,
-            grad_query,
-            starts[0],
-            part,
-            hand,
-            grad_bias,
-            bias,
-            lists.edge_key,
-            None if is_listed(bias) else lists.edge_id,
-            lists.first_place,
-            tuple(launch.side.items),
-            count,
-            launch.side.pieces,
-            lists.places,
-            first,
-            known_one(launch.cell_heads),
-            known_one(H // key.shape[1]),
-            *factors(scale, softcap),
-            scale,
+            *(query, key, value, out, lse, grad_out, grad_lse, grad_query, starts[0], part),
+            *(hand, grad_bias, by_item, additive, bias),
+            *(lists.edge_key, None if is_listed(bias) else lists.edge_id, lists.first_place),
+            *(tuple(launch.side.items), count, launch.side.pieces, lists.places, first),
+            *(known_one(launch.cell_heads), known_one(H // key.shape[1]), *factors(scale, softcap), scale),
             *strides(query, align, constant=True),
             *strides(key, align, constant=True),
             *strides(value, align, constant=True),
@@ -399,77 +290,27 @@ def edges_backward(
     if grad_query is not None and part is not None:
         launch.merge(part, grad_query, starts[0])
     if hand is not None:
-        _columns(query, value, lists, grad_out, hand, (grad_key, grad_value), starts[1:], scale)
+        columns_backward(
+            *(query, key, value, lists, grad_out, hand, (grad_key, grad_value), starts[1:], scale, additive)
+        )
+    d_weight = None if by_item is None else _sum_weight(by_item, lists)
     if bias is None or not needs_bias:
-        return None
+        return None, d_weight
     if grad_bias is None:
         assert hand is not None
         grad_bias = hand[..., 1]
-    return _sum_bias(grad_bias, lists, bias)
+    return _sum_bias(grad_bias, lists, bias), d_weight
 
 
-def _columns(
-    query: Tensor,
-    value: Tensor,
-    lists: EdgeLists,
-    grad_out: Tensor,
-    hand: Tensor,
-    grads: Sequence[Tensor | None],
-    starts: Sequence[Tensor | None],
-    scale: float,
-) -> None:
-    """Run the column pass; heads that share a key head are added up afterwards, in their order."""
-    H, Hk = query.shape[1], value.shape[1]
-    written, added = list(grads), list(starts)
-    if Hk != H:
-        written = [
-            None if x is None else x.new_empty((x.shape[0], H, *x.shape[2:]), dtype=torch.float32)
-            for x in grads
-        ]
-        added = [None, None]
-    grad_key, grad_value = written
-    launch = Launch.of(lists, lists.by_key, query, value)
-    shape, count = launch.shape, launch.side.items.row.shape[0]
-    part_key = None if grad_key is None else launch.pieces(query, shape.D)
-    part_value = None if grad_value is None else launch.pieces(query, shape.E)
-    align = alignment(query, grad_out, grad_key, grad_value)
-    for first, grid in launch.grids(count, shape.LANES):
-        edge_columns[grid](
-            query,
-            grad_out,
-            hand,
-            grad_key,
-            grad_value,
-            *added,
-            part_key,
-            part_value,
-            lists.col_query,
-            lists.col_edge,
-            lists.first_place,
-            tuple(launch.side.items),
-            count,
-            launch.side.pieces,
-            lists.places,
-            first,
-            known_one(launch.cell_heads),
-            scale,
-            *strides(query, align, constant=True),
-            *strides(grad_out, align, constant=True),
-            *strides(grad_key, align, constant=False),
-            *strides(grad_value, align, constant=False),
-            *strides(added[0], 1, constant=False),
-            *strides(added[1], 1, constant=False),
-            **shape._asdict(),
-            ALIGN=align,
-            **OPTIONS,
-        )
-    for grad, by_head, part, start in zip(grads, written, (part_key, part_value), starts, strict=True):
-        if grad is None or by_head is None or part is None:
-            continue
-        launch.merge(part, by_head, None if Hk != H else start)
-        if by_head is not grad:
-            total = by_head.unflatten(1, (Hk, H // Hk)).sum(2)
-            grad.copy_(total if start is None else total + start)
+def _sum_weight(by_item: Tensor, lists: EdgeLists) -> Tensor:
+    """Add up the gradients [batches, items, heads of a cell, D] of an additive score's weight: [H, D]."""
+    heads = lists.group.shape[1]
+    if heads == 1:
+        return by_item.sum((0, 1), dtype=torch.float64).float()
+    head = lists.by_query.items.cell.long() % heads
+    grad = by_item.new_zeros((heads, by_item.shape[3]), dtype=torch.float64)
+    # Sorted by torch before it adds on a GPU: one order.
+    return grad.index_put_((head,), by_item.sum((0, 2), dtype=torch.float64), accumulate=True).float()
 
 
 def _sum_bias(by_place: Tensor, lists: EdgeLists, bias: Tensor) -> Tensor:

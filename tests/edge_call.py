@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnbias.backends.cpu import library_path, missing
+from attnbias.backends.cpu import missing
 from attnbias.backends.strides import empty_like_query
 from attnbias.layouts.layout import FIELDS, Layout
+from attnbias.library import library_path
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -53,7 +54,8 @@ class _Call(ctypes.Structure):
         ("grid_size", _int64),
         ("sink", _pointer),
         *((name, _int64) for name in ("seed", "drop_below", "q_start")),
-        *((name, _int32) for name in ("kept_share", "unused_too")),
+        *((name, _int32) for name in ("kept_share", "negative_slope")),
+        *((name, ctypes.c_void_p) for name in ("additive", "dadditive")),
         ("scratch", _pointer),
         ("scratch_bytes", _int64),
         ("layout", _Layout),

@@ -1,10 +1,20 @@
 """The meter of the edge kernels: what it counts, and that a broken floor is seen."""
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from attnbias.benchmarks.static.edges import FEWER, Figures, broken_floors, in_flight
+from attnbias.benchmarks.static.edges import (
+    EDGES,
+    FEWER,
+    SHAPES,
+    Figures,
+    broken_floors,
+    build,
+    figures,
+    in_flight,
+)
 from attnbias.benchmarks.static.sass import Ins
 
 
@@ -56,3 +66,16 @@ def test_a_backward_loop_may_have_two_barriers():
     assert broken_floors([NAIVE, fine], (3, 7)) == []
     (fault,) = broken_floors([NAIVE, fine._replace(barriers=3)], (3, 7))
     assert "barriers" in fault
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cc", [80, 90, 100, 120])
+@pytest.mark.parametrize("spec", ["edge", "additive=0.2"])
+def test_scores_of_edges_do_not_spill(cc, spec):
+    """As compiled: no more barriers and spills than the plain loops may have."""
+    for H, D in SHAPES:
+        tensor = torch.zeros(EDGES, H) if spec == "edge" else torch.zeros(H, D)
+        for which, kernel in build(cc, H, D, spec=spec, tensors=(tensor,)).items():
+            found = figures(kernel, which, H, D)
+            most = 0 if which == "forward" else 2
+            assert which == "naive" or (found.spills == 0 and found.barriers <= most), found

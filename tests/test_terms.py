@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attnbias as ab
+from attnbias import terms
 from attnbias.backends import cpu
 from attnbias.testing import assert_no_worse, eager, magnitudes, make_inputs
 
@@ -34,6 +35,7 @@ def make_terms(dtype=torch.float32):
     slopes, by_batch = leaf(H), leaf(B, H)
     table, near, grid = leaf(H, 16), leaf(H, 21), leaf(H, 13 * 27)
     keys, heads, pairs, rows = leaf(B, K), leaf(1, H, K), leaf(1, H, K, K), leaf(B, 1, Q, 1)
+    shared = leaf(K, K)
     return {
         "ALiBi": ([slopes], ab.ALiBi(slopes)),
         "ALiBi by batch": ([by_batch], ab.ALiBi(by_batch)),
@@ -44,6 +46,7 @@ def make_terms(dtype=torch.float32):
         "key": ([keys], ab.KeyBias(keys)),
         "key and head": ([heads], ab.KeyBias(heads)),
         "pair": ([pairs], ab.PairBias(pairs)),
+        "pair for all": ([shared], ab.PairBias(shared)),
         "pair by row": ([rows], ab.PairBias(rows, q_start=START)),
     }
 
@@ -115,6 +118,14 @@ def test_all_terms_together(backend, dtype):
     check(backend, ab.Causal(), leaves, [term for _, term in made], dtype, softcap=4.0)
 
 
+@pytest.fixture
+def threads():
+    """Restore the number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_the_same_bits_each_time(backend):
     made = make_terms()
@@ -131,6 +142,39 @@ def test_gradients_are_the_same_bits_each_time(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_are_the_same_bits_with_threads(backend, threads):
+    """On `rows` and the reference they were not: threads add float32 numbers as they come."""
+    n, rng = 300, torch.Generator().manual_seed(1)
+    query, key, value = make_inputs(1, B, H, 2, n, n, 8, 8)
+    leaves = [torch.randn(x, generator=rng, requires_grad=True) for x in ((H, 32), (H, 39 * 39), (n, n))]
+    table, grid, pairs = leaves
+    terms = [ab.RelativeBias(table, ab.t5_buckets()), ab.GridBias(grid, (20, 20)), ab.PairBias(pairs)]
+    d_out = torch.randn(B, H, n, 8, generator=rng)
+
+    def grads(count):
+        torch.set_num_threads(count)
+        out = ab.attention(query, key, value, ab.Causal(), terms=terms, backend=backend)
+        return torch.autograd.grad(out, leaves, d_out)
+
+    first = grads(8)
+    counts = (8, 8) if backend == "reference" else (8, 1, 2)  # torch's own sums depend on the number
+    for count in counts:
+        assert all(torch.equal(x, y) for x, y in zip(first, grads(count), strict=True)), count
+
+
+def test_a_table_of_many_distances_has_one_gradient(threads):
+    """A long sequence's distances are enough numbers for torch to use threads."""
+    term = make_terms()["T5"][1]
+    sizes = terms.Sizes(1, H, 8192, 8192, 0, torch.device("cpu"), torch.float32)
+    d_part = torch.randn(1, H, 2 * 8192 - 1, generator=torch.Generator().manual_seed(1))
+    found = []
+    for count in (1, 2, 8, 8):
+        torch.set_num_threads(count)
+        found.append(torch.autograd.grad(term.make_part(sizes), term.table, d_part)[0])
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "pair by row"])
 def test_a_step_of_decoding_equals_its_row_of_prefill(backend, name):
     leaves, term = make_terms()[name]
@@ -140,7 +184,7 @@ def test_a_step_of_decoding_equals_its_row_of_prefill(backend, name):
         inputs = query[:, :, t : t + 1], key[:, :, : t + 1], value[:, :, : t + 1]
         if name.startswith("key"):
             term = ab.KeyBias(leaves[0][..., : t + 1])
-        if name == "pair":
+        if name in ("pair", "pair for all"):
             term = ab.PairBias(leaves[0][..., : t + 1])
         step = ab.attention(*inputs, ab.Causal(), terms=[term], q_start="end", backend=backend)
         torch.testing.assert_close(step[:, :, 0], whole[:, :, t])

@@ -23,7 +23,8 @@ from attnbias.testing import assert_no_worse, eager
 pytest.importorskip("triton")
 
 from attnbias.kernels.edge_items import PIECE, EdgeLists, cut_rows
-from attnbias.kernels.edges import choose_shape, edges_forward
+from attnbias.kernels.edge_launch import choose_shape
+from attnbias.kernels.edges import edges_forward
 from attnbias.kernels.edges_backward import edges_backward
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -86,7 +87,7 @@ def kernel(
     ]
     starts = (None, None, None) if start is None else start[2:]
     needs_bias = bias is not None and needs[3]
-    dbias = edges_backward(
+    dbias, _ = edges_backward(
         q,
         k,
         v,
@@ -348,7 +349,7 @@ def test_a_sink_takes_its_share(device: Any) -> None:
 
 @rarely
 def test_more_cells_than_a_grid_has_places(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnbias.kernels.edges.MOST_CELLS", 4)
+    monkeypatch.setattr("attnbias.kernels.edge_launch.MOST_CELLS", 4)
     layout, case = graph(0, 5, 6, 20), Case.draw(0, (3, 3, 3, 5, 6, 8, 8))
     check(case, layout, Options(0.3))
 
@@ -356,9 +357,10 @@ def test_more_cells_than_a_grid_has_places(device: Any, monkeypatch: pytest.Monk
 def test_one_compilation_serves_every_graph(device: Any) -> None:
     if INTERPRETED:
         pytest.skip("nothing is compiled")
-    from attnbias.kernels import edges, edges_backward
+    from attnbias.kernels import edge_columns, edge_launch, edges, edges_backward
 
-    functions = edges.edge_forward, edges.edge_merge, edges_backward.edge_rows, edges_backward.edge_columns
+    passes = edges.edge_forward, edges_backward.edge_rows, edge_columns.edge_columns
+    functions = (*passes, edge_launch.edge_merge)
 
     def compiled() -> int:
         return sum(len(caches[0]) for f in functions for caches in f.device_caches.values())

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import struct
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..layouts.layout import FIELDS, SIZES
+from ..library import library_path, open_library
 from ..terms import why_not_parts
-from . import cpu_edge_terms
+from . import edge_terms
 from .strides import empty_like_query
 
 if TYPE_CHECKING:
@@ -47,11 +46,10 @@ _NO_EXTRAS = bytes(_EXTRAS.size)
 class _Library:
     """The functions of the shared library; a call is passed as the bytes of its struct."""
 
-    def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
+    def __init__(self, library: ctypes.CDLL) -> None:
         version = library.ab_abi_version()
         if version != ABI_VERSION:
-            raise OSError(f"{path.name} has interface {version}, wanted {ABI_VERSION}")
+            raise OSError(f"{library_path().name} has interface {version}, wanted {ABI_VERSION}")
         self.forward = library.ab_forward
         self.backward = library.ab_backward
         self.scratch_bytes = library.ab_scratch_bytes
@@ -67,20 +65,14 @@ class _Library:
         self.level.restype = self.levels.restype = ctypes.c_char_p
 
 
-def library_path() -> Path:
-    """Where the library is; ATTNBIAS_CPU_LIBRARY names another one, for tests of a sanitized build."""
-    named = os.environ.get("ATTNBIAS_CPU_LIBRARY")
-    return Path(named) if named else Path(__file__).parent.parent / "libattnbias.so"
-
-
 @cache
 def _load() -> _Library | str:
     """Load the library, or say in words why that cannot be done."""
-    path = library_path()
-    if not path.exists():
-        return "library: attnbias was installed without its C++ library (no compiler was found)"
+    opened = open_library()
+    if isinstance(opened, str):
+        return opened
     try:
-        return _Library(path)
+        return _Library(opened)
     except OSError as error:
         return f"library: {error}"
 
@@ -342,9 +334,8 @@ class _Extras:
         wanted = dict(zip(parts, needs, strict=False))
         grads = {name: torch.zeros(x.shape) for name, x in parts.items() if wanted.get(name)}
         self.grads = [grads.get(name, call.query.new_empty(0)) for name in parts]
-        self.score_grads = (
-            [] if weight is None else [call.query.new_empty(0) if d_weight is None else d_weight]
-        )
+        unwanted = call.query.new_empty(0)
+        self.score_grads = [] if weight is None else [unwanted if d_weight is None else d_weight]
         sink = None if call.sink is None else call.sink.float().contiguous()
         codes = [x.contiguous() for x in call.codes]
         self.kept = (dense, sink, codes, weight, d_weight)
@@ -354,8 +345,8 @@ class _Extras:
             self.edge_bias, self.d_edge_bias = parts["edge"].contiguous(), grads.get("edge")
             self.bias_strides = (self.edge_bias.stride(0), int(self.edge_bias.shape[1] > 1))
         elif parts and call.layout.sizes["edges"]:
-            self.edge_places = cpu_edge_terms.find_places(call)
-            self.edge_bias = cpu_edge_terms.add_up(call, self.edge_places)
+            self.edge_places = edge_terms.find_places(call)
+            self.edge_bias = edge_terms.add_up(call, self.edge_places)
             self.d_edge_bias = torch.zeros_like(self.edge_bias) if grads else None
             bias_batch, head, edge = self.edge_bias.stride()
             self.bias_strides, self.bias_by_place = (edge, head), True
@@ -374,7 +365,7 @@ class _Extras:
     def finish(self) -> list[Tensor]:
         """Return the gradients of the score's weight and of the parts."""
         if self.d_edge_bias is not None and self.bias_by_place:
-            cpu_edge_terms.take_back(self.d_edge_bias, self.call, self.edge_places, self.grads)
+            edge_terms.take_back(self.d_edge_bias, self.call, self.edge_places, self.grads)
         return self.score_grads + self.grads
 
 

@@ -90,8 +90,9 @@ def backward(
     grad_value = query.new_zeros((B, H, K if needs[2] else 0, E), dtype=precision)
     grad_sink = query.new_zeros((B, H), dtype=torch.float64)
     first_part = 4 if call.additive is None else 5  # the weight of an additive score stands before them
+    # In float64, which torch adds up in one order; float32 it gives to threads, who add as they come.
     grad_parts = {
-        name: torch.zeros_like(part)
+        name: torch.zeros_like(part, dtype=torch.float64)
         for (name, part), need in zip(call.parts.items(), needs[first_part:], strict=False)
         if need
     }
@@ -114,9 +115,9 @@ def backward(
             if part == "edge":
                 bias, log = _edge_bias(call, tile)
                 of_edge = d_scores.flatten(1)[:, tile.place] * torch.exp(bias - log[:, tile.place])
-                grad.index_put_(_edge_places(call, tile), of_edge.nan_to_num(), accumulate=True)
+                grad.index_put_(_edge_places(call, tile), of_edge.nan_to_num().double(), accumulate=True)
             else:
-                grad.index_put_(_places(call, part, tile), d_scores, accumulate=True)
+                grad.index_put_(_places(call, part, tile), d_scores.double(), accumulate=True)
         d_query, d_key, d_weight = _through_score(call, tile, d_scores * slope)
         grad_query[tile.queries] = d_query.to(query.dtype)
         if needs[1]:
@@ -137,7 +138,8 @@ def backward(
     if call.additive is not None:
         grads[4] = grad_weight.to(precision)
     for i, part in enumerate(call.parts, first_part):
-        grads[i] = grad_parts.get(part, grads[i])
+        if part in grad_parts:
+            grads[i] = grad_parts[part].to(precision)
     return grads
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels.config import target_of
 from ..layouts.layout import FIELDS, SIZES, field_shapes
+from ..scores import AdditiveScore
 from ..terms import why_not_parts
 from . import triton_terms
 from .strides import empty_like_query
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ..kernels.bias import Extras
     from ..kernels.config import Target
     from ..kernels.edge_items import EdgeLists
+    from ..kernels.edge_launch import Additive
     from ..kernels.launch import Lists
     from ..layouts.layout import Layout
     from ..problem import Call, Problem
@@ -41,13 +43,19 @@ def why_not(problem: Problem) -> list[str]:
     target = target_of(query.device)
     if isinstance(target, str):  # asked in every call on a CPU, so nothing else is looked at
         return [target]
+    no_bits = target.is_interpreted and query.dtype == torch.bfloat16
     refused = (
+        (no_bits, "dtype: Triton's interpreter computes with the bits of bfloat16, not with its numbers"),
         (query.dtype not in DTYPES, f"dtype: float32, float16 or bfloat16, got {query.dtype}"),
         (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
-        (problem.score is not None, f"score: only the dot product (None) yet, got {problem.score!r}"),
-        (problem.form == "edges", "terms: numbers for edges (EdgeBias) are not in these kernels yet"),
+        (not _has_score(problem), f"score: the dot product or an AdditiveScore, got {problem.score!r}"),
     )
     return [words for is_so, words in refused if is_so] + why_not_parts(problem.terms)
+
+
+def _has_score(problem: Problem) -> bool:
+    score = problem.score
+    return score is None or isinstance(score, AdditiveScore) or score.word.startswith("additive=")
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -78,6 +86,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
             start = (partly, lse) if has_tiles else None
             edges_forward(
                 *(*inputs, edges, out, lse),
+                additive=_additive(call),
                 bias=triton_terms.bias_of_edges(call),
                 dropout=extras.dropout,
                 sink=sink,
@@ -140,7 +149,7 @@ def _backward(
     """Write dq, dk and dv where there is a place for them: of the tiles, then with the edges added.
 
     Returns:
-        The gradients of the terms' parts.
+        The gradients of an additive score's weight, if there is one, and of the terms' parts.
     """
     from ..kernels.backward import tiles_backward_key, tiles_backward_query
     from ..kernels.edges_backward import edges_backward
@@ -172,10 +181,12 @@ def _backward(
             tiles_backward_key(
                 *given, dk, dv, by_key, target, extras=extras, d_key_bias=parts.key, **_numbers(call)
             )
-    if has_edges and (parts.wanted or any(x is not None for x in written)):
+    if has_edges and (parts.wanted or parts.needs_weight or any(x is not None for x in written)):
         given_out = out, lse, grad_out, grad_lse
-        parts.edges = edges_backward(
+        parts.edges, parts.weight = edges_backward(
             *(*inputs, edges, *given_out, written),
+            additive=_additive(call),
+            needs_weight=parts.needs_weight,
             bias=triton_terms.bias_of_edges(call),
             needs_bias=bool(parts.wanted),
             dropout=extras.dropout,
@@ -187,6 +198,13 @@ def _backward(
 
 def _numbers(call: Call) -> dict[str, float]:
     return {"scale": call.scale, "softcap": call.softcap}
+
+
+def _additive(call: Call) -> Additive | None:
+    from ..kernels.edge_launch import Additive
+
+    found = call.additive
+    return None if found is None else Additive(found[0].contiguous(), found[1])
 
 
 def _extras(call: Call) -> Extras:

@@ -1,6 +1,6 @@
 """Score terms for the Triton kernels: as the kernels read them, and what comes back of their gradients.
 
-Tiles read the parts where they lie; edges get a number each, made here by PyTorch.
+Tiles read the parts where they lie; edges get a number each, their own or one made by PyTorch.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..terms import PARTS
+from . import edge_terms
 
 if TYPE_CHECKING:
     from ..problem import Call
 
-Places = dict[str, tuple[Tensor, ...]]
+TILE_PARTS = ("relative", "key", "pair", "grid")  # in the order of kernels.bias
 
 
 def pack(call: Call) -> tuple[Any, ...] | None:
-    """The parts as ``kernels.bias`` wants them; None without terms."""
-    if not call.spec:
-        return None
+    """The parts as ``kernels.bias`` wants them; None without any."""
     parts = call.parts
+    if not parts.keys() & set(TILE_PARTS):
+        return None
     packed: list[Any] = []
-    for name in PARTS:
+    for name in TILE_PARTS:
         part = parts.get(name)
         if part is None:
             packed.append(None)
@@ -39,38 +39,30 @@ def pack(call: Call) -> tuple[Any, ...] | None:
     return tuple(packed)
 
 
-def find_places(call: Call) -> Places:
-    """Where each part has the value of each edge of the layout's list: indices of its last dimensions."""
-    layout, q_len = call.layout, call.query.shape[2]
-    count = layout.sizes["edges"]
-    keys = layout.edge_key[:count].long()
-    rows = torch.arange(len(layout.edge_ptr) - 1, device=keys.device) % max(q_len, 1)
-    rows = rows.repeat_interleave(layout.edge_ptr.diff().long(), output_size=count)
-    places: Places = {"relative": (keys - rows + q_len - 1,), "key": (keys,), "pair": (rows, keys)}
-    if "grid" in call.parts:
-        query_code, key_code = call.codes
-        places["grid"] = (query_code.long()[rows] - key_code.long()[keys],)
-    return {name: places[name] for name in call.parts}
-
-
 def bias_of_edges(call: Call) -> Tensor | None:
-    """The sum of all parts at each edge, float32 [B, H, edges]; None without terms or edges."""
-    if not call.spec or not call.layout.edges:
+    """What edges add to their scores; None without terms or edges.
+
+    Numbers for edges alone are read where they lie, [E, H] or [E]; with other terms each edge of the
+    layout's list gets the sum, [B, H, edges].
+    """
+    parts = call.parts
+    if not parts or not call.layout.edges:
         return None
-    batch, heads = call.query.shape[:2]
-    total = call.query.new_zeros((batch, heads, call.layout.edges), dtype=torch.float32)
-    places = find_places(call)
-    for name, part in call.parts.items():
-        index: tuple[slice | Tensor, ...] = (slice(None), slice(None), *places[name])
-        total += part[index]
-    return total
+    if list(parts) == ["edge"]:
+        bias = parts["edge"]
+        return bias if bias.shape[1] > 1 else bias[:, 0]
+    return edge_terms.add_up(call, edge_terms.find_places(call))
 
 
 class Gradients:
-    """Gradients of the parts that are wanted, while the kernels make them."""
+    """Gradients of the parts and of a score's weight that are wanted, while the kernels make them."""
 
     def __init__(self, call: Call, needs: Sequence[bool]) -> None:
         self.call = call
+        self.needs_weight = False
+        self.weight: Tensor | None = None  # [H, D]
+        if call.additive is not None:
+            self.needs_weight, *needs = needs
         self.wanted = [name for name, need in zip(call.parts, needs, strict=False) if need]
         batch, heads, q_len, _ = call.query.shape
         k_len = call.key.shape[2]
@@ -83,26 +75,47 @@ class Gradients:
         self.by_pair = zeros(q_len, k_len) if is_by_pair else None
         self.key = zeros(k_len) if "key" in self.wanted else None
         self.relative = zeros(max(q_len + k_len - 1, 0)) if "relative" in self.wanted else None
-        self.edges: Tensor | None = None  # [B, H, edges]
+        self.edges: Tensor | None = None  # of what bias_of_edges gave
 
     def finish(self) -> list[Tensor]:
-        """Return the gradients of all parts, without elements where not wanted."""
-        places = find_places(self.call) if self.wanted and self.edges is not None else {}
+        """Return the gradients of all tensors, without elements where not wanted."""
         grads = []
+        if self.call.additive is not None:
+            weight = self.call.additive[0]
+            none = torch.zeros_like(weight) if self.needs_weight else weight.new_empty(0)
+            grads.append(none if self.weight is None else self.weight)
+        if list(self.call.parts) == ["edge"] and self.edges is not None:
+            return [*grads, self.edges.view_as(self.call.parts["edge"])]
+        places = edge_terms.find_places(self.call) if self.wanted and self.edges is not None else {}
         for name, part in self.call.parts.items():
             if name not in self.wanted:
                 grads.append(part.new_empty(0))
-                continue
-            grad = self._of_tiles(name)
-            if self.edges is not None:
-                *row, last = places[name]
-                flat = row[0] * part.shape[-1] + last if row else last
-                grad = _add_at(grad.flatten(2), flat, self.edges).view_as(grad)
-            if name == "pair":  # summed over what has size 1, in torch's one order
-                for i in (0, 1):
-                    grad = grad.sum(i, keepdim=True) if part.shape[i] == 1 else grad
-            grads.append(grad)
+            elif name == "edge":
+                grads.append(self._of_edges(part, places))
+            else:
+                grads.append(self._of_places(name, part, places))
         return grads
+
+    def _of_places(self, name: str, part: Tensor, places: edge_terms.Places) -> Tensor:
+        """Of a part that tiles read, too: what they gave, then what edges add."""
+        grad = self._of_tiles(name)
+        if self.edges is not None:
+            *row, last = places[name]
+            flat = row[0] * part.shape[-1] + last if row else last
+            grad = _add_at(grad.flatten(2), flat, self.edges).view_as(grad)
+        if name == "pair":  # summed over what has size 1, in torch's one order
+            for i in (0, 1):
+                grad = grad.sum(i, keepdim=True) if part.shape[i] == 1 else grad
+        return grad
+
+    def _of_edges(self, part: Tensor, places: edge_terms.Places) -> Tensor:
+        """Of the part of edges, [E, H or 1]: summed over the batch, then over the lists that have an edge."""
+        grad = torch.zeros_like(part)
+        if self.edges is not None:
+            by_head = self.edges.sum(0).t()  # [edges, H]
+            by_head = by_head if part.shape[1] > 1 else by_head.sum(1, keepdim=True)
+            grad.index_put_(places["edge"], by_head, accumulate=True)
+        return grad
 
     def _of_tiles(self, name: str) -> Tensor:
         if name == "grid":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,7 @@ from .tiles import (
     Tiling,
     mark_edges,
     mark_intervals,
+    no_tiles,
     tile_edges,
     tile_intervals,
     tile_rows,
@@ -128,6 +130,8 @@ def _choose(bound: Bound, form: Form, tile: int | None, costs: Costs) -> tuple[T
     if bound.solid is None:
         assert bound.edges is not None
         edges = bound.edges
+        if form == "edges" or (form == "auto" and not _may_pay(edges, tile, costs)):
+            return no_tiles(tile or max(costs.tile), edges), edges
         tiling, kept = _lighter(edges, form, tile, costs)
         if not kept.any():
             return tiling.keep(kept), edges
@@ -146,6 +150,26 @@ def _choose(bound: Bound, form: Form, tile: int | None, costs: Costs) -> tuple[T
     return chosen, Edges.from_pairs(q_len, k_len, bound.group, *listed)
 
 
+def _may_pay(edges: Edges, tile: int | None, costs: Costs) -> bool:
+    """Whether some tile row holds so many edges that even a single tile could be less work.
+
+    Of most graphs none does, and what is asked here costs tile rows, not edges.
+    """
+    for size in (tile,) if tile else costs.tile:
+        pairs = _sum_ranges(edges.ptr, edges, size)
+        if (pairs * costs.edge >= _areas(edges, size) * costs.tile[size]).any():
+            return True
+    return False
+
+
+def _areas(form: ExactForm, tile: int) -> Ints:
+    """Pairs in a tile of each tile row."""
+    # A tile at the end has only the rows that exist, and never more keys than there are.
+    height = np.minimum(form.q_len - np.arange(0, form.q_len, tile), tile)
+    areas: Ints = np.tile(height, count_groups(form.group)) * min(tile, form.k_len)
+    return areas
+
+
 def _lighter(
     form: ExactForm, wanted: Form, tile: int | None, costs: Costs
 ) -> tuple[Tiling, NDArray[np.bool_]]:
@@ -156,9 +180,7 @@ def _lighter(
     for size in sizes:
         if best is not None and best[0] <= best[3] * costs.tile[size]:
             break  # not even tiles without waste would be less work
-        # A tile at the end has only the rows that exist, and never more keys than there are.
-        height = np.minimum(form.q_len - np.arange(0, form.q_len, size), size)
-        area = np.tile(height, count_groups(form.group)) * min(size, form.k_len)
+        area = _areas(form, size)
         pairs = _pairs_in_rows(form, size)
         as_edges = pairs * costs.edge
         unlisted = np.zeros(len(area), bool)
@@ -175,7 +197,7 @@ def _lighter(
         as_tiles = np.where(unlisted, np.inf, work * costs.tile[size])
         kept = as_tiles <= as_edges if wanted == "auto" else np.full(len(area), wanted == "tiles")
         if wanted == "auto" and not isinstance(form, Edges):
-            kept |= pairs > KEYS_LISTED * np.tile(height, count_groups(form.group))
+            kept |= pairs * min(size, form.k_len) > KEYS_LISTED * area
         if isinstance(form, Edges):
             kept[tile_rows(form.row[form.repeated], form.q_len, size)] = False
         total = float(np.where(kept, as_tiles, as_edges).sum())
@@ -203,7 +225,11 @@ def _runs_in_rows(form: Intervals | Edges, tile: int) -> Ints:
 
 def _sum_rows(form: Intervals | Edges, numbers: Ints, tile: int) -> Ints:
     """Sums of a number per row over the rows of each tile row."""
-    total = pointer(numbers)
+    return _sum_ranges(pointer(numbers), form, tile)
+
+
+def _sum_ranges(total: NDArray[Any], form: Intervals | Edges, tile: int) -> Ints:
+    """The same from running sums, [rows + 1]."""
     first = np.arange(count_groups(form.group))[:, None] * form.q_len + np.arange(0, form.q_len, tile)
     last = np.minimum(first + tile, first[:, :1] + form.q_len)
     sums: Ints = (total[last] - total[first]).reshape(-1)
@@ -243,9 +269,10 @@ def _assemble(tiling: Tiling, edges: Edges, group: Ints, q_start: int) -> Layout
     """Lay the lists out in one buffer."""
     tile, q_len, k_len = tiling.tile, tiling.q_len, tiling.k_len
     by_query, by_key = _sides(tiling)
-    turned = edges.transpose()
+    turned = edges.turned
     # A pattern of tiles that became edges is not needed any more.
-    used = np.unique(np.concatenate((by_query.mark, by_key.mark)))
+    marks = np.concatenate((by_query.mark, by_key.mark))
+    used = np.unique(marks) if len(marks) else marks
     words = tiling.book.words()[used]
     by_query, by_key = (replace(side, mark=np.searchsorted(used, side.mark)) for side in (by_query, by_key))
     sizes = dict(
@@ -275,16 +302,18 @@ def _assemble(tiling: Tiling, edges: Edges, group: Ints, q_start: int) -> Layout
     buffer = np.zeros(length, np.int32)
     shapes = field_shapes(sizes)
     view = {
-        name: buffer[offset : offset + int(np.prod(shapes[name], dtype=np.int64))].reshape(shapes[name])
+        name: buffer[offset : offset + math.prod(shapes[name])].reshape(shapes[name])
         for name, offset in zip(FIELDS, offsets, strict=True)
     }
     view["group"][:] = group
     for side, name in ((by_query, "q"), (by_key, "k")):
-        side.fill(view[f"{name}_ptr"], view[f"{name}_tile"], view[f"{name}_mark"])
+        if by_query.tiles:
+            side.fill(view[f"{name}_ptr"], view[f"{name}_tile"], view[f"{name}_mark"])
         work = side.full.counts() + np.diff(side.partial)
         view[f"{name}_order"][:] = np.argsort(-work, kind="stable")
-    view["patterns"][:] = words.view(np.int32)
-    view["patterns_t"][:] = transpose_words(words).view(np.int32)
+    if len(words):
+        view["patterns"][:] = words.view(np.int32)
+        view["patterns_t"][:] = transpose_words(words).view(np.int32)
     if len(edges.key):
         for name, array in (
             ("edge_ptr", edges.ptr),
@@ -310,6 +339,12 @@ class _Side:
     partial: Ints  # [rows + 1] offsets into col and mark
     col: Ints
     mark: Ints
+
+    @classmethod
+    def empty(cls, full: Intervals) -> _Side:
+        """No tiles at all."""
+        none = np.zeros(0, np.int64)
+        return cls(full, full.ptr, none, none)
 
     @property
     def tiles(self) -> int:
@@ -339,6 +374,8 @@ def _sides(tiling: Tiling) -> tuple[_Side, _Side]:
     """The tile lists by query and by key (see :class:`Layout` on ragged ends)."""
     tile, covered = tiling.tile, tiling.covered
     q_tiles, k_tiles = covered.q_len, covered.k_len
+    if not len(covered.start) and not len(tiling.row):
+        return _Side.empty(covered), _Side.empty(Intervals.empty(k_tiles, q_tiles, covered.group))
     whole_q, whole_k = tiling.q_len // tile, tiling.k_len // tile
     keep = covered.row % max(q_tiles, 1) < whole_q
     full_by_query = covered.from_ranges(covered.row, covered.start, np.minimum(covered.stop, whole_k))

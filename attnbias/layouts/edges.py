@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .intervals import Intervals, Ints, count_groups, gather_ranges, pointer
+from .sort import sort_edges
+
+Index = NDArray[np.signedinteger[Any]]  # int32 from the library's sort, else int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,16 +26,23 @@ class Edges:
     q_len: int
     k_len: int
     group: Ints  # [batch, heads] -> g
-    ptr: Ints  # [rows + 1]
-    key: Ints  # [E], increasing within a row
-    id: Ints  # [E], the caller's edge number
+    ptr: Index  # [rows + 1]
+    key: Index  # [E], increasing within a row
+    id: Index  # [E], the caller's edge number
 
     @classmethod
     def from_pairs(
         cls, q_len: int, k_len: int, group: Ints, row: Ints, key: Ints, edge_id: Ints | None = None
     ) -> Edges:
         """Sort pairs (row, key), given in any order, keeping duplicates and their numbers."""
-        rows = q_len * count_groups(group)
+        groups = count_groups(group)
+        lists = sort_edges(row, key, groups, q_len, k_len)
+        if lists is not None:
+            number: Index = lists.edge_id if edge_id is None else edge_id[lists.edge_id]
+            made = cls(q_len, k_len, group, lists.edge_ptr, lists.edge_key, number)
+            made.__dict__["turned"] = cls(k_len, q_len, group, *lists[3:])
+            return made
+        rows = q_len * groups
         bits = k_len.bit_length()
         order, place = sort_places((row << bits) | key, rows.bit_length() + bits)
         if place is not None:
@@ -83,7 +94,7 @@ class Edges:
 
     def shift(self, distance: int, k_len: int) -> Edges:
         """Every key moved by ``distance``; what leaves ``[0, k_len)`` is dropped."""
-        moved = self.key + distance
+        moved = self.key.astype(np.int64) + distance
         return replace(self, k_len=k_len, key=moved).filter((moved >= 0) & (moved < k_len))
 
     def contains(self, row: Ints, key: Ints) -> NDArray[np.bool_]:
@@ -97,10 +108,12 @@ class Edges:
     def intervals(self) -> Intervals:
         """The same set of pairs as ranges."""
         form = Intervals.empty(self.q_len, self.k_len, self.group)
-        return form.from_ranges(self.row, self.key, self.key + 1)
+        key = self.key.astype(np.int64, copy=False)
+        return form.from_ranges(self.row, key, key + 1)
 
-    def transpose(self) -> Edges:
-        """Rows become keys; the number of an edge is its place in this order."""
+    @cached_property
+    def turned(self) -> Edges:
+        """The transpose: rows become keys; the number of an edge is its place in this order."""
         groups = count_groups(self.group)
         query, column = self.row, self.key
         if groups > 1:

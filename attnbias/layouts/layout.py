@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,7 +93,7 @@ def field_offsets(sizes: dict[str, int]) -> tuple[list[int], int]:
     offsets, end = [], 0
     for shape in field_shapes(sizes).values():
         offsets.append(end)
-        end += -(-int(np.prod(shape, dtype=np.int64)) // ALIGNMENT) * ALIGNMENT
+        end += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
     return offsets, end
 
 
@@ -251,7 +252,7 @@ class Layout:
     def _view(self, name: str) -> Tensor:
         shape = field_shapes(self.sizes)[name]
         offset = self._numbers[len(SIZES) + FIELDS.index(name)]
-        return self.buffer[offset : offset + int(np.prod(shape, dtype=np.int64))].view(shape)
+        return self.buffer[offset : offset + math.prod(shape)].view(shape)
 
     @property
     def device(self) -> torch.device:

@@ -166,6 +166,13 @@ def tile_edges(form: Edges, tile: int) -> Tiling:
     return Tiling(tile, form.q_len, form.k_len, covered, row, col, row[:0], PatternBook(tile))
 
 
+def no_tiles(tile: int, form: Edges) -> Tiling:
+    """The tiling of a set of pairs that are all edges."""
+    covered = Intervals.empty(-(-form.q_len // tile), -(-form.k_len // tile), form.group)
+    none = np.zeros(0, np.int64)
+    return Tiling(tile, form.q_len, form.k_len, covered, none, none, none, PatternBook(tile))
+
+
 _ROWS_AT_ONCE = 1 << 19  # bounds the memory of one step over partial tiles and their rows
 
 

@@ -1,5 +1,17 @@
 """Layers: one for each mechanism, thin ones over ``attnbias.attention``."""
 
+from .block import Block
+from .mechanisms import (
+    EncoderDecoderAttention,
+    GraphAttention,
+    MaskedAttention,
+    SelfAttention,
+    SparseAttention,
+    StridedAttention,
+)
+from .multihead import MultiheadAttention
+from .relational import RelationalAttention
+from .rotary import Rotary
 from .structured import (
     BilinearBTTAttention,
     BilinearMLRAttention,
@@ -10,6 +22,16 @@ from .structured import (
 __all__ = [
     "BilinearBTTAttention",
     "BilinearMLRAttention",
+    "Block",
+    "EncoderDecoderAttention",
+    "GraphAttention",
     "MLRAttention",
+    "MaskedAttention",
+    "MultiheadAttention",
+    "RelationalAttention",
+    "Rotary",
+    "SelfAttention",
+    "SparseAttention",
+    "StridedAttention",
     "parameter_groups",
 ]

@@ -3,8 +3,9 @@
 from .choice import PerBatch, PerHead
 from .documents import Documents, Padding
 from .expression import from_key, parse
-from .graph import Graph, Neighbors
+from .graph import Graph
 from .grids import Neighborhood
+from .neighbors import Neighbors, knn_graph
 from .patterns import (
     Bipartite,
     Causal,
@@ -44,5 +45,6 @@ __all__ = [
     "Where",
     "Window",
     "from_key",
+    "knn_graph",
     "parse",
 ]

@@ -250,7 +250,7 @@ class Transposed(_One):
         solid = None if inner.solid is None else _rows(inner.solid.transpose(), rows)
         edges = None
         if inner.edges is not None:
-            turned = inner.edges.transpose()
+            turned = inner.edges.turned
             edges = _rows(replace(turned, id=inner.edges.id[turned.id]), rows)
         return Bound(solid, edges)
 

@@ -6,7 +6,7 @@ import ast
 from functools import lru_cache
 from typing import Any
 
-from . import choice, documents, graph, grids, patterns, predicate
+from . import choice, documents, graph, grids, neighbors, patterns, predicate
 from .relation import Relation, named
 
 _CLASSES = {
@@ -27,7 +27,7 @@ _CLASSES = {
         documents.Padding,
         grids.Neighborhood,
         graph.Graph,
-        graph.Neighbors,
+        neighbors.Neighbors,
         predicate.Dense,
         choice.PerHead,
         choice.PerBatch,

@@ -1,4 +1,4 @@
-"""Relations given as lists: the edges of a graph, and neighbour indices."""
+"""The edges of a graph as a relation."""
 
 from __future__ import annotations
 
@@ -11,50 +11,22 @@ from torch import Tensor
 
 from ..layouts.bound import Bound, Place
 from ..layouts.edges import Edges
+from .algebra import Permuted
+from .graph_inputs import read_adjacency, read_edges
+from .pairs import Listed, square, worst
 from .relation import Relation, as_count, as_indices, value
 
 
-class _Listed(Relation):
-    """Pairs held one by one: looked up in the sorted list of their codes."""
-
-    listed = True
-
-    def _code_parts(self) -> tuple[Tensor, int]:
-        """Codes ``(row * keys + key)`` of all pairs, unsorted, and the number of keys."""
-        raise NotImplementedError
-
-    def _row(self, q: Tensor, b: Tensor | None, h: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The row of each query, and whether it has one."""
-        raise NotImplementedError
-
-    def _codes(self, device: torch.device) -> tuple[Tensor, int]:
-        cached = self.__dict__.get("_codes_")
-        if cached is None:
-            codes, keys = self._code_parts()
-            cached = codes.sort().values, keys
-            object.__setattr__(self, "_codes_", cached)
-        return cached[0].to(device), cached[1]
-
-    def multiplicity(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        codes, keys = self._codes(q.device)
-        row, exists = self._row(q, b, h)
-        asked = (row * keys + k.clamp(0, max(keys - 1, 0))).contiguous()
-        count = torch.searchsorted(codes, asked, right=True) - torch.searchsorted(codes, asked)
-        return torch.where(exists & (k >= 0) & (k < keys), count, 0)
-
-    def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        return self.multiplicity(q, k, b, h) > 0
-
-
 @value
-class Graph(_Listed):
+class Graph(Listed):
     """The edges of a graph, as PyG has them: a target attends to its sources.
 
     Duplicate edges count twice in attention; ``& | ~`` see the graph as a set, unless they change nothing
-    (``graph & Full()`` is the graph). Self-loops are never added.
+    (``graph & Full()`` is the graph). Self-loops are never added, but by :meth:`add_self_loops`.
 
     Args:
-        edge_index: [2, E], sources (keys) in row 0, targets (queries) in row 1.
+        edge_index: [2, E], sources (keys) in row 0, targets (queries) in row 1; or PyG's ``EdgeIndex``,
+            ``Data`` or ``Batch``, or one edge type of a ``HeteroData``, which know their own sizes.
         num_nodes: nodes of the graph.
         size: (number of sources, number of targets) of a bipartite graph, in place of ``num_nodes``.
 
@@ -71,10 +43,14 @@ class Graph(_Listed):
     size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        edge_index = as_indices("edge_index", self.edge_index, (2,))
+        given, known = read_edges(self.edge_index)
+        edge_index = as_indices("edge_index", given, (2,))
         if edge_index.shape[0] != 2:
             raise ValueError(f"edge_index: wanted shape [2, E], got {list(edge_index.shape)}")
         object.__setattr__(self, "edge_index", edge_index)
+        if known is not None and self.num_nodes is None and self.size is None:
+            is_square = known[0] == known[1]
+            object.__setattr__(self, "num_nodes" if is_square else "size", known[0] if is_square else known)
         if (self.num_nodes is None) == (self.size is None):
             raise ValueError("num_nodes: wanted either num_nodes or size=(num_src, num_dst)")
         if self.num_nodes is not None:
@@ -87,18 +63,108 @@ class Graph(_Listed):
             self._check_range(edge_index.numpy())
         super().__post_init__()
 
+    # -- other ways in ----------------------------------------------------------------------------
+
+    @classmethod
+    def from_adjacency(cls, adjacency: Any) -> Graph:
+        """A graph from its adjacency matrix: row = query, column = key.
+
+        Args:
+            adjacency: [queries, keys]. In a dense tensor, array or list, what is not zero is an edge; in a
+                sparse one (torch's COO, CSR, CSC; scipy's; torch_sparse's), what is stored, zeros and
+                repeated entries too.
+
+        Edges are numbered as the matrix stores them, a dense one by rows.
+
+        Example:
+            >>> import attnbias as ab
+            >>> ab.Graph.from_adjacency([[0, 1, 1], [1, 0, 0]])
+            Graph(edge_index=[[1, 2, 0], [0, 0, 1]], size=[3, 2])
+        """
+        query, key, (queries, keys) = read_adjacency(adjacency)
+        return cls(torch.stack((key, query)), **_sizes(keys, queries))
+
+    @classmethod
+    def from_csr(cls, ptr: Any, key: Any, num_keys: int | None = None) -> Graph:
+        """A graph from the keys of each query, one query after another.
+
+        Args:
+            ptr: [queries + 1]; the keys of query ``i`` are ``key[ptr[i]:ptr[i + 1]]``.
+            key: [E].
+            num_keys: as many as queries when None.
+
+        Example:
+            >>> import attnbias as ab
+            >>> print(ab.Graph.from_csr([0, 2, 2, 3], [0, 2, 1]).picture(3, 3))
+            #.#
+            ...
+            .#.
+        """
+        ptr, key = as_indices("ptr", ptr, (1,)), as_indices("key", key, (1,))
+        if not len(ptr):
+            raise ValueError("ptr: wanted [queries + 1] offsets, got none")
+        sizes = ptr.diff()
+        first, last, least = torch.stack((ptr[0], ptr[-1], sizes.min() if len(sizes) else ptr[0])).tolist()
+        if (first, last) != (0, len(key)) or least < 0:
+            what = f"{first} to {last}" if least >= 0 else "offsets that fall"
+            raise ValueError(f"ptr: wanted offsets that rise from 0 to len(key) = {len(key)}, got {what}")
+        queries = len(sizes)
+        query = torch.repeat_interleave(torch.arange(queries, device=ptr.device), sizes)
+        keys = queries if num_keys is None else as_count("num_keys", num_keys)
+        return cls(torch.stack((key, query.to(key.device))), **_sizes(keys, queries))
+
+    @classmethod
+    def from_batch(cls, edge_index: Any, batch: Any) -> Graph:
+        """A graph made of several, as PyG's loaders give them.
+
+        Args:
+            edge_index: [2, E], nodes numbered through all graphs.
+            batch: [N], the graph of each node; an edge from one graph to another is an error.
+        """
+        batch = as_indices("batch", batch, (1,))
+        graph = cls(edge_index, num_nodes=len(batch))
+        if graph.edge_index.device.type == "cpu":
+            source, target = batch.cpu()[graph.edge_index]
+            across = (source != target).nonzero()
+            if len(across):
+                edge = int(across[0])
+                raise ValueError(
+                    f"edge_index: edge {edge} leads from graph {int(source[edge])} to {int(target[edge])}"
+                )
+        return graph
+
     @classmethod
     def batch(cls, graphs: Sequence[Graph]) -> Graph:
         """Several graphs side by side as one block-diagonal graph, edges in the order given."""
         graphs = list(graphs)
         sizes = np.array([graph._sizes for graph in graphs], np.int64).reshape(-1, 2)
-        first = np.cumsum(sizes, 0) - sizes
-        device = graphs[0].edge_index.device if graphs else torch.device("cpu")
-        shifts = torch.as_tensor(first, device=device)
-        edges = [g.edge_index + shift[:, None] for g, shift in zip(graphs, shifts, strict=True)]
-        none = torch.zeros(2, 0, dtype=torch.int64, device=device)
-        total = tuple(sizes.sum(0).tolist())
-        return cls(torch.cat([none, *edges], 1), size=total)
+        edges = [graph.edge_index for graph in graphs]
+        counts = torch.tensor([x.shape[1] for x in edges], dtype=torch.int64)
+        shifts = torch.repeat_interleave(torch.from_numpy((np.cumsum(sizes, 0) - sizes).T), counts, dim=1)
+        device = edges[0].device if edges else torch.device("cpu")
+        joined = torch.cat([torch.zeros(2, 0, dtype=torch.int64, device=device), *edges], 1)
+        sources, targets = sizes.sum(0).tolist()
+        if all(graph.num_nodes is not None for graph in graphs):
+            return cls(joined + shifts.to(device), num_nodes=sources)
+        return cls(joined + shifts.to(device), size=(sources, targets))
+
+    # -- self-loops -------------------------------------------------------------------------------
+
+    def add_self_loops(self) -> Graph:
+        """The graph with an edge from every node to itself, numbered after all others.
+
+        A node that has one already gets a second, which counts: :meth:`remove_self_loops` first, as PyG's
+        GATConv does, if that is not meant. Of a bipartite graph, nodes with the same number are the same.
+        """
+        loops = torch.arange(min(self._sizes), device=self.edge_index.device).expand(2, -1)
+        return Graph(torch.cat((self.edge_index, loops), 1), self.num_nodes, self.size)
+
+    def remove_self_loops(self) -> Graph:
+        """The graph without edges from a node to itself; the others keep their order."""
+        source, target = self.edge_index
+        return Graph(self.edge_index[:, source != target], self.num_nodes, self.size)
+
+    # -- the relation -----------------------------------------------------------------------------
 
     @property
     def _sizes(self) -> tuple[int, int]:
@@ -114,10 +180,10 @@ class Graph(_Listed):
 
     def _check_range(self, edge_index: Any) -> None:
         for name, index, count in zip(("source", "target"), edge_index, self._sizes, strict=True):
-            if len(index) and not (index.min() >= 0 and index.max() < count):
-                worst = int(index.min()) if index.min() < 0 else int(index.max())
+            wrong = worst(index, 0, count)
+            if wrong is not None:
                 what = f"size = {self.size}" if self.size is not None else f"num_nodes = {self.num_nodes}"
-                raise ValueError(f"edge_index: {what} but a {name} is {worst}")
+                raise ValueError(f"edge_index: {what} but a {name} is {wrong}")
 
     def _code_parts(self) -> tuple[Tensor, int]:
         keys = self._sizes[0]
@@ -142,78 +208,28 @@ class Graph(_Listed):
         size = None if self.size is None else (self.size[1], self.size[0])
         return Graph(self.edge_index.flip(0), self.num_nodes, size)
 
+    def permute(self, order: Tensor | Sequence[int]) -> Relation:
+        """The graph among relabelled nodes: new ``i`` is old ``order[i]``; edges keep their order."""
+        checked = Permuted(self, order)  # type: ignore[arg-type]  # made a tensor there
+        nodes = len(checked.order)
+        if self._sizes != (nodes, nodes):
+            return checked  # which says, where it is bound, what does not fit
+        placed = checked.order.to(self.edge_index.device)
+        new = torch.empty_like(placed)
+        new[placed] = torch.arange(nodes, device=placed.device)
+        return self._relabel(placed, new)
 
-@value
-class Neighbors(_Listed):
-    """Each query's keys by number: kNN, top-k selections.
+    def _nodes(self) -> int:
+        sources, targets = self._sizes
+        return square("size", targets, sources)
 
-    Args:
-        index: keys of each query, [Q, n], [H, Q, n] or [B, H, Q, n] (sizes 1 broadcast); -1 = none.
+    def _pairs(self) -> tuple[Tensor, Tensor]:
+        return self.edge_index[1], self.edge_index[0]
 
-    Example:
-        >>> import attnbias as ab
-        >>> print(ab.Neighbors([[0, 2], [1, -1]]).picture(2, 3))
-        #.#
-        .#.
-    """
+    def _relabel(self, order: Tensor, new: Tensor) -> Graph:
+        return Graph(new[self.edge_index], self.num_nodes, self.size)
 
-    index: Tensor
 
-    def __post_init__(self) -> None:
-        index = as_indices("index", self.index, (2, 3, 4))
-        object.__setattr__(self, "index", index)
-        if index.device.type == "cpu" and index.numel() and int(index.min()) < -1:
-            raise ValueError(f"index: wanted -1 (none) or more, got {int(index.min())}")
-        super().__post_init__()
-
-    @property
-    def least_keys(self) -> int:  # type: ignore[override]
-        return int(self.index.max()) + 1 if self.index.numel() else 0
-
-    @property
-    def _table(self) -> Tensor:
-        return self.index[(None,) * (4 - self.index.dim())]  # [B, H, Q, n]
-
-    @property
-    def batch_size(self) -> int:
-        return self._table.shape[0]
-
-    @property
-    def head_count(self) -> int:
-        return self._table.shape[1]
-
-    @property
-    def lengths(self) -> tuple[int, None]:
-        return self._table.shape[2], None
-
-    def _code_parts(self) -> tuple[Tensor, int]:
-        table = self._table
-        keys = int(table.max()) + 1 if table.numel() else 1
-        rows = torch.arange(table.shape[:3].numel(), device=table.device)
-        keys = max(keys, 1)
-        codes = rows.view(table.shape[:3])[..., None] * keys + table
-        return codes[table >= 0], keys
-
-    def _row(self, q: Tensor, b: Tensor | None, h: Tensor | None) -> tuple[Tensor, Tensor]:
-        batch, heads, queries, _ = self._table.shape
-        row = torch.zeros((), dtype=torch.int64, device=q.device)
-        for index, size in ((b, batch), (h, heads)):
-            row = row * size + (0 if index is None or size == 1 else index)
-        return row * queries + q.clamp(0, max(queries - 1, 0)), (q >= 0) & (q < queries)
-
-    def _bind(self, at: Place) -> Bound:
-        table = self._table.cpu().numpy()
-        if table.size and not (table.min() >= -1 and table.max() < at.k_len):
-            worst = int(table.min()) if table.min() < -1 else int(table.max())
-            raise ValueError(f"index: wanted keys from -1 (none) to {at.k_len - 1}, got {worst}")
-        number = np.arange(table.size).reshape(table.shape)
-        rows = slice(at.q_start, at.q_start + at.q_len)
-        table, number = table[:, :, rows], number[:, :, rows]
-        batch, heads = table.shape[:2]
-        row = np.broadcast_to(np.arange(batch * heads * at.q_len).reshape(batch, heads, -1, 1), table.shape)
-        real = table >= 0
-        group = np.arange(batch * heads).reshape(batch, heads)
-        return Bound(
-            None,
-            Edges.from_pairs(at.q_len, at.k_len, group, row[real], table[real], number[real]),
-        )
+def _sizes(sources: int, targets: int) -> dict[str, Any]:
+    """How a graph of these sizes is written."""
+    return {"num_nodes": sources} if sources == targets else {"size": (sources, targets)}

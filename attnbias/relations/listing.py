@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .algebra import And
-from .graph import Graph, Neighbors
+from .graph import Graph
+from .neighbors import Neighbors
 from .relation import Relation
 
 

@@ -245,6 +245,54 @@ class Relation:
         """Number of related pairs, without visiting them where the relation is exact."""
         return self.bind(q_len, k_len, q_start, batch=batch, heads=heads).count()
 
+    def within(
+        self,
+        other: Relation,
+        q_len: int,
+        k_len: int,
+        q_start: int | Literal["end"] = 0,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+    ) -> bool:
+        """Whether the other relation relates every pair that this one does, at these lengths.
+
+        Decided on ranges and edges, so that a million tokens take part of a second.
+
+        Example:
+            >>> import attnbias as ab
+            >>> ab.Window(before=255).within(ab.Causal(), 1_000_000, 1_000_000)
+            True
+        """
+        from ..symmetry import is_within
+
+        return is_within(self, other, q_len, k_len, q_start, batch=batch, heads=heads)
+
+    def equivalent(
+        self,
+        other: Relation,
+        q_len: int,
+        k_len: int,
+        q_start: int | Literal["end"] = 0,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+    ) -> bool:
+        """Whether both relate the same pairs, at these lengths.
+
+        Example:
+            >>> import attnbias as ab
+            >>> ab.Window(before=9).equivalent(ab.Causal(), 10, 10)
+            True
+            >>> ab.Window(before=9).equivalent(ab.Causal(), 11, 11)
+            False
+        """
+        from ..symmetry import is_within
+
+        return is_within(self, other, q_len, k_len, q_start, batch=batch, heads=heads) and is_within(
+            other, self, q_len, k_len, q_start, batch=batch, heads=heads
+        )
+
     # -- algebra ----------------------------------------------------------------------------------
 
     def __and__(self, other: Relation) -> Relation:

@@ -97,7 +97,14 @@ class Figures(NamedTuple):
         return f"sm_{self.sm} {self.heads}x{self.size} {self.which}"
 
 
-def build(cc: int, H: int, D: int, dtype: torch.dtype = torch.float16) -> dict[str, Compiled]:
+def build(
+    cc: int,
+    H: int,
+    D: int,
+    dtype: torch.dtype = torch.float16,
+    spec: str = "",
+    tensors: tuple[torch.Tensor, ...] = (),
+) -> dict[str, Compiled]:
     """Compile the passes as a training step over a graph launches them, and the yardstick.
 
     Args:
@@ -105,6 +112,8 @@ def build(cc: int, H: int, D: int, dtype: torch.dtype = torch.float16) -> dict[s
         H: heads.
         D: head size.
         dtype: of the inputs.
+        spec: score and terms of the call, if any.
+        tensors: what it names, all of which get gradients.
     """
     from attnbias.backends import triton as adapter
 
@@ -112,10 +121,10 @@ def build(cc: int, H: int, D: int, dtype: torch.dtype = torch.float16) -> dict[s
     graph = ab.Graph(torch.stack((torch.arange(EDGES) * 7 % NODES, row)), num_nodes=NODES)
     layout = ab.Layout.build(graph, NODES, NODES, form="edges")
     q, k, v, grad = (torch.empty(1, NODES, H, D, dtype=dtype).transpose(1, 2) for _ in range(4))
-    call = Call(q, k, v, layout, (), None, None, D**-0.5, 0.0, 0.0, "")
+    call = Call(q, k, v, layout, tensors, None, None, D**-0.5, 0.0, 0.0, spec)
     with recording(cc) as launched:
         out, lse = adapter.forward(call)
-        adapter.backward(call, out, lse, grad, None, [True, True, True])
+        adapter.backward(call, out, lse, grad, None, [True, True, True, False] + [True] * len(tensors))
         one_at_a_time[NODES,](
             *(q, k, v, layout.edge_ptr, layout.edge_key, out, lse, D**-0.5, H * D, D),
             H=H,
@@ -144,7 +153,7 @@ def in_flight(body: Sequence[Ins]) -> int:
 
 def figures(kernel: Compiled, which: str, H: int, D: int) -> Figures:
     """Count a kernel's loop over edges: the innermost one with the most loads."""
-    from attnbias.kernels.edges import choose_shape
+    from attnbias.kernels.edge_launch import choose_shape
 
     regs, _, ctas, _ = resources(kernel)
     section = max(disasm(kernel.cubin), key=lambda x: len(x.ins))

@@ -47,7 +47,9 @@ class Coverage:
         lines = []
         for name, each in [*parts, ("all", list(self.kernels.values()))]:
             ran, blocks = sum(len(c.ran) for c in each), sum(len(c.blocks) for c in each)
-            lines.append(f"{name:40} {len(each):3} compiled {ran:6} of {blocks:6} blocks {ran / blocks:7.1%}")
+            lines.append(
+                f"{name:40} {len(each):3} compiled {ran:6} of {blocks:6} blocks {ran / max(blocks, 1):7.1%}"
+            )
             for covered in each if missing and name != "all" else ():
                 left = (i for i in range(len(covered.blocks)) if i not in covered.ran)
                 lines += [f"    {i:4} {covered.blocks[i]}" for i in left]

@@ -23,8 +23,8 @@ def find_places(call: Call) -> Places:
     layout, q_len = call.layout, call.query.shape[2]
     count = layout.sizes["edges"]
     keys = layout.edge_key[:count].long()
-    rows = torch.arange(len(layout.edge_ptr) - 1) % max(q_len, 1)
-    rows = rows.repeat_interleave(layout.edge_ptr.diff().long())
+    rows = torch.arange(len(layout.edge_ptr) - 1, device=keys.device) % max(q_len, 1)
+    rows = rows.repeat_interleave(layout.edge_ptr.diff().long(), output_size=count)
     places: Places = {"relative": (keys - rows + q_len - 1,), "key": (keys,), "pair": (rows, keys)}
     if "grid" in call.parts:
         query_code, key_code = call.codes
@@ -34,9 +34,9 @@ def find_places(call: Call) -> Places:
 
 
 def add_up(call: Call, places: Places) -> Tensor:
-    """The sum of all parts at each edge, [B, H, edges]."""
+    """The sum of all parts at each edge, float32 [B, H, edges]."""
     batch, heads = call.query.shape[:2]
-    total = torch.zeros(batch, heads, call.layout.sizes["edges"])
+    total = call.query.new_zeros((batch, heads, call.layout.sizes["edges"]), dtype=torch.float32)
     for name, part in call.parts.items():
         if name == "edge":
             total += part[places[name]].T
@@ -47,7 +47,10 @@ def add_up(call: Call, places: Places) -> Tensor:
 
 
 def take_back(d_edges: Tensor, call: Call, places: Places, grads: Sequence[Tensor]) -> None:
-    """Add the gradients of the edges, [B, H, edges], to those of the parts (empty = not wanted), in order."""
+    """Add the gradients of the edges, [B, H, edges], to those of the parts (empty = not wanted), in order.
+
+    On a CPU: elsewhere index_add_ has no order.
+    """
     batch, heads = d_edges.shape[:2]
     for name, grad in zip(call.parts, grads, strict=True):
         if not grad.numel():

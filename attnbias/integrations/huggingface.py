@@ -1,0 +1,413 @@
+"""Hugging Face models on attnbias: their masks become relations, never [Q, K] tensors.
+
+    from attnbias.integrations import huggingface
+
+    model = huggingface.attach(model)                                    # same results, its own masks
+    huggingface.set_relation(model, ab.Window(before=255))               # and now sparse, in every layer
+    huggingface.set_relation(model, lambda layer: ab.Full() if layer % 4 == 3 else ab.Window(before=255))
+
+For transformers 5.x; tested with 5.22.2. What a model passes that cannot be honoured is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Union
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..ops import attention
+from ..relations import Causal, Dense, Full, Global, Graph, Neighborhood, Neighbors, Relation, Window
+from ..terms import KernelTerm, PairBias, RelativeBias, Term, t5_buckets
+from ..weights import attention_weights
+from .huggingface_masks import to_relation
+
+NAME = "attnbias"
+_RELATION = "attnbias_relation"  # a module's own, set by set_relation
+
+# What models hand to every attention function and ours has no use for: the mask has it, or others read it.
+_IGNORED = frozenset(
+    (
+        *("cache_position", "is_causal", "num_items_in_batch", "output_hidden_states", "past_key_values"),
+        *("position_embeddings", "position_ids", "return_dict", "sliding_window", "use_cache"),
+        *("output_router_logits", "deterministic", "output_attentions"),
+    )
+)
+# Names of attention that looks at other tokens than its own.
+_CROSS = ("cross", "encdec", "encoder_attn")
+
+
+Chosen = Union[Relation, "NearestKeys"]
+
+
+def register() -> None:
+    """Make ``attn_implementation="attnbias"`` known to transformers; once is enough.
+
+    Raises:
+        ImportError: without transformers 5.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("huggingface: wanted transformers 5 (pip install 'transformers>=5,<6')") from error
+    if int(transformers.__version__.split(".")[0]) != 5:
+        raise ImportError(f"huggingface: wanted transformers 5, got {transformers.__version__}")
+    transformers.AttentionInterface.register(NAME, attention_forward)
+    transformers.AttentionMaskInterface.register(NAME, make_mask)
+
+
+def attach(model: Any, relation: Chosen | Callable[[int], Chosen | None] | None = None) -> Any:
+    """Let a model run on attnbias, and return it; ``model.set_attn_implementation("eager")`` undoes it.
+
+    Args:
+        model: a ``PreTrainedModel`` whose attention goes through transformers' interface.
+        relation: as for :func:`set_relation`.
+
+    Raises:
+        ValueError: if the model's attention is its own and cannot be replaced.
+    """
+    register()
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise ValueError(f"model: the attention of {type(model).__name__} cannot be replaced")
+    for module in model.modules():
+        if hasattr(module, "compute_bias") and hasattr(module, "relative_attention_max_distance"):
+            # T5 and its kin: a table of biases by distance, made a [Q, K] tensor only where others need one.
+            # Without a table (cross-attention) the model adds zeros of that size; it asks here instead.
+            module.compute_bias = _position_bias.__get__(module)
+            module.has_relative_attention_bias = True
+    if relation is not None:
+        set_relation(model, relation)
+    return model
+
+
+def set_relation(
+    model: nn.Module, relation: Chosen | Callable[[int], Chosen | None] | None, *, cross: bool = False
+) -> None:
+    """Intersect a relation with what a model's own masks allow: how to sparsify a model one has.
+
+    Args:
+        model: an attached model, or a part of it.
+        relation: for every layer, or a function from a layer's number; None takes it away. In place of a
+            relation, :class:`NearestKeys`.
+        cross: of the attention from a decoder to an encoder, not of that among a layer's own tokens.
+
+    Raises:
+        TypeError: if it is neither.
+        ValueError: if the model has no such attention.
+    """
+    if isinstance(relation, Relation | NearestKeys) or relation is None:
+        given: Callable[[int], Chosen | None] = lambda layer: relation  # noqa: E731
+    elif callable(relation):
+        given = relation
+    else:
+        raise TypeError(f"relation: wanted a relation, a function of the layer or None, got {relation!r}")
+    found = 0
+    for name, module in model.named_modules():
+        if not hasattr(module, "is_causal") or isinstance(module, nn.MultiheadAttention):
+            continue
+        of_others = any(word in name.lower() for word in _CROSS) or getattr(
+            module, "is_cross_attention", False
+        )
+        if of_others == cross:
+            number = getattr(module, "layer_idx", None)
+            chosen = given(found if number is None else number)
+            if not isinstance(chosen, Relation | NearestKeys | None):
+                raise TypeError(f"relation: wanted the function to give relations or None, got {chosen!r}")
+            setattr(module, _RELATION, chosen)
+            found += 1
+    if not found:
+        kind = "cross-attention" if cross else "attention"
+        raise ValueError(f"model: found no {kind} in {type(model).__name__}")
+
+
+def patch_neighborhood(shape: tuple[int, int], radius: int, first: int = 1) -> Relation:
+    """A neighbourhood on a ViT's grid of patches, behind ``first`` tokens that see and are seen by all.
+
+    Example:
+        >>> patch_neighborhood((4, 4), 1).count(17, 17)
+        133
+    """
+    near = Neighborhood(shape, radius)
+    patches = shape[0] * shape[1]
+    query, key = near.dense(patches, patches).nonzero().T + first
+    grid = Graph(torch.stack((key, query)), num_nodes=patches + first)
+    return grid | Global(list(range(first)))
+
+
+class NearestKeys:
+    """Each query and head attends to its ``count`` keys of the largest products, as in Unlimiformer.
+
+    Give it to :func:`set_relation` in place of a relation. What the model's own mask rules out is not
+    searched. The search is exact, over ``chunk`` keys at a time, and holds [B, H, Q, count + chunk] numbers.
+
+    Args:
+        count: keys of each query.
+        chunk: keys whose products are held at once.
+    """
+
+    def __init__(self, count: int, chunk: int = 4096) -> None:
+        if count < 1 or chunk < 1:
+            raise ValueError(f"count: wanted at least 1 key and chunk, got {count} and {chunk}")
+        self.count, self.chunk = count, chunk
+
+    @torch.no_grad()
+    def find(self, query: Tensor, key: Tensor, allowed: Relation, q_start: int) -> Neighbors:
+        """The nearest of the allowed keys [B, Hk, K, D] of each query [B, H, Q, D]."""
+        (B, H, Q, _), (Hk, K) = query.shape, key.shape[1:3]
+        allowed.check(Q, K, q_start, B, H)
+        b, h, q = (torch.arange(n, device=query.device) for n in (B, H, Q))
+        where = b[:, None, None, None], h[:, None, None], q[:, None] + q_start
+        scores = query.new_full((B, H, Q, 0), -torch.inf)
+        index = torch.zeros(B, H, Q, 0, dtype=torch.int64, device=query.device)
+        for first in range(0, K, self.chunk):
+            k = torch.arange(first, min(first + self.chunk, K), device=query.device)
+            part = key[:, :, first : first + self.chunk].repeat_interleave(H // Hk, dim=1)
+            product = query @ part.mT  # [B, H, Q, chunk]
+            related = allowed.related(where[2], k, where[0], where[1])
+            scores = torch.cat((scores, product.masked_fill(~related, -torch.inf)), dim=-1)
+            index = torch.cat((index, k.expand(B, H, Q, -1)), dim=-1)
+            scores, best = scores.topk(min(self.count, scores.shape[-1]), dim=-1)
+            index = index.gather(-1, best)
+        return Neighbors(index.masked_fill(scores == -torch.inf, -1))
+
+
+# -- what transformers calls ------------------------------------------------------------------------
+
+
+class Mask:
+    """What a model carries from where masks are made to its layers: a relation and where queries stand.
+
+    Args:
+        relation: in positions among the keys at hand.
+        q_start: position of the first query there.
+        offset: position in the sequence of the first of these keys (a sliding cache drops the earlier ones).
+    """
+
+    def __init__(self, relation: Relation, q_start: int, offset: int = 0) -> None:
+        self.relation, self.q_start, self.offset = relation, q_start, offset
+        self._combined: dict[int, tuple[Relation, Relation]] = {}
+        self._rows: dict[tuple[int, int, int], tuple[Relation, Tensor | None]] = {}
+
+    def __repr__(self) -> str:
+        return f"Mask({self.relation!r}, q_start={self.q_start}, offset={self.offset})"
+
+    def with_relation(self, other: Relation | None) -> Relation:
+        """The relation and another one, in positions of the sequence; made once for all layers."""
+        if other is None:
+            return self.relation
+        if id(other) not in self._combined:
+            moved = other
+            if self.offset and not other.stationary:
+                moved = other.T.shift(-self.offset).T.shift(-self.offset)
+            self._combined[id(other)] = other, self.relation & moved
+        return self._combined[id(other)][1]
+
+    def row(self, relation: Relation, query: Tensor, key: Tensor) -> Tensor | None:
+        """The keys of a single query, booleans that broadcast to [B, H, 1, K]; None = all."""
+        (B, H), K = query.shape[:2], key.shape[2]
+        if isinstance(relation, Causal | Window | Full):
+            before, after = (torch.inf, torch.inf) if isinstance(relation, Full) else relation.band
+            if self.q_start - before <= 0 and self.q_start + after >= K - 1:
+                return None
+        known = self._rows.get((id(relation), H, K))
+        if known is None:
+            relation.check(1, K, self.q_start, B, H)
+            b, h, k = (torch.arange(n, device=query.device) for n in (B, H, K))
+            b = b[:1] if relation.batch_size == 1 else b
+            h = h[:1] if relation.head_count == 1 else h
+            q = torch.full((1,), self.q_start, device=query.device)
+            known = relation, relation.related(q, k, b[:, None, None, None], h[:, None, None])
+            self._rows[id(relation), H, K] = known
+        return known[1]
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> Mask:
+    """What transformers calls in place of ``sdpa_mask``: makes a relation of a mask function and padding."""
+    q_offset = int(q_offset)
+    relation = to_relation(mask_function, attention_mask, q_length, kv_length, q_offset, kv_offset)
+    return Mask(relation, q_offset - kv_offset, kv_offset)
+
+
+class _NoBias:
+    """Stands for the zeros that T5 adds in cross-attention."""
+
+
+def _position_bias(
+    self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
+) -> Any:
+    """T5's ``compute_bias``: the table itself for attnbias, for others the tensor they expect."""
+    has_table = hasattr(self, "relative_attention_bias")
+    if self.config._attn_implementation == NAME:
+        if not has_table:
+            return _NoBias()
+        buckets = t5_buckets(not self.is_decoder, self.relative_attention_max_distance)
+        return RelativeBias(self.relative_attention_bias.weight.T, buckets)
+    if has_table:
+        return type(self).compute_bias(
+            self, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens
+        )
+    weight = self.q.weight
+    return torch.zeros(1, self.n_heads, query_length, key_length, device=device, dtype=weight.dtype)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Any = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls in place of ``sdpa_attention_forward``.
+
+    Args:
+        module: the attention layer.
+        query: [B, H, Q, D].
+        key: [B, Hk, K, D].
+        value: [B, Hk, K, E].
+        attention_mask: what :func:`make_mask` made; or None, or a tensor [B, 1 or H, Q, K] from the user.
+        dropout: share of the weights to drop.
+        scaling: factor of the products.
+        softcap: bound on the scores.
+        s_aux: attention sinks, [H].
+        position_bias: T5's.
+        **options: what else models pass.
+
+    Returns:
+        [B, Q, H, E], and the weights where ``output_attentions`` asks for them.
+
+    Raises:
+        NotImplementedError: for what cannot be honoured.
+    """
+    for name, given in options.items():
+        if name not in _IGNORED and given is not None and given is not False:
+            what = f"got {type(given).__name__} from {type(module).__name__}"
+            raise NotImplementedError(f"{name}: not understood by attnbias, {what}")
+    mask = _understand_mask(module, query, key, attention_mask, options)
+    lengths = query.shape[2], key.shape[2]
+    terms = _terms(position_bias, attention_mask, mask.q_start, *lengths)
+    chosen = getattr(module, _RELATION, None)
+    if isinstance(chosen, NearestKeys):
+        relation: Relation = chosen.find(query, key, mask.relation, mask.q_start)
+    else:
+        relation = mask.with_relation(chosen)
+    shared = {"scale": scaling, "softcap": softcap, "sink": s_aux, "q_start": mask.q_start, "terms": terms}
+    none = torch.zeros(1, dtype=torch.int64, device=query.device)
+    if query.shape[2] == 1 and not dropout and relation.multiplicity(none, none) is None:
+        # A step of decoding: a layout would serve it alone, and one row of a mask is no [Q, K] tensor.
+        row = mask.row(relation, query, key)
+        out = _attend_one(query, key, value, row, scaling, softcap, s_aux, terms, mask.q_start)
+    else:
+        out = attention(query, key, value, relation, dropout_p=dropout, **shared)  # type: ignore[call-overload]
+    weights = None
+    if options.get("output_attentions"):
+        weights = attention_weights(query, key, relation, **shared)  # type: ignore[call-overload]
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _understand_mask(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]
+) -> Mask:
+    """The mask of a call, whoever made it."""
+    if isinstance(mask, Mask):
+        return mask
+    q_len, k_len = query.shape[2], key.shape[2]
+    if mask is None:
+        causal = options.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        if not causal or q_len == 1:
+            return Mask(Full(), k_len - q_len)
+        if q_len != k_len:
+            raise NotImplementedError(
+                f"attention_mask: wanted one for {q_len} causal queries of {k_len} keys, got None"
+            )
+        window = options.get("sliding_window")
+        return Mask(Causal() if window is None else Window(before=window - 1), 0)
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        if mask.dtype == torch.bool and q_len == k_len:
+            return Mask(Dense(mask[..., :k_len].expand(-1, -1, q_len, -1)), 0)
+        return Mask(Full(), k_len - q_len)  # and a term
+    shape = f" {list(mask.shape)}" if isinstance(mask, Tensor) else ""
+    raise NotImplementedError(
+        f"attention_mask: wanted one made by attnbias, a tensor [B, H, Q, K] or None, "
+        f"got {type(mask).__name__}{shape} in {type(module).__name__}"
+    )
+
+
+def _terms(position_bias: Any, mask: Any, q_start: int, q_len: int, k_len: int) -> list[Term]:
+    """What is added to the scores: T5's bias, and a mask of numbers."""
+    terms: list[Term] = []
+    if isinstance(position_bias, KernelTerm):
+        terms.append(position_bias)
+    elif isinstance(position_bias, Tensor):
+        terms.append(PairBias(position_bias, q_start))
+    elif position_bias is not None and not isinstance(position_bias, _NoBias):
+        raise NotImplementedError(f"position_bias: wanted a tensor, got {type(position_bias).__name__}")
+    if isinstance(mask, Tensor):
+        added = mask[..., :k_len]
+        if added.dtype != torch.bool:
+            terms.append(PairBias(added, q_start))
+        elif q_len != k_len:
+            added = torch.zeros(added.shape, device=added.device).masked_fill(~added, -torch.inf)
+            terms.append(PairBias(added, q_start))
+    return terms
+
+
+def _attend_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    terms: list[Term],
+    q_start: int,
+) -> Tensor:
+    """One query's attention with torch's own operations: [B, H, 1, E]."""
+    (B, H), (Hk, K) = query.shape[:2], key.shape[1:3]
+    bias = row
+    if terms:
+        b, h, q, k = (torch.arange(n, device=query.device) for n in (B, H, 1, K))
+        at = (b.view(-1, 1, 1, 1), h.view(-1, 1, 1), q.view(-1, 1) + q_start, k)
+        added = sum((term.value(*at) for term in terms), query.new_zeros(()))
+        bias = added.to(query.dtype)
+        if row is not None:
+            bias = bias.masked_fill(~row, -torch.inf)
+    if not softcap and sink is None:
+        if bias is not None:
+            bias = bias.expand(B, H, 1, K)
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, scale=scaling, enable_gqa=Hk != H
+        )
+    scores = torch.einsum("bgrd,bgkd->bgrk", query.view(B, Hk, H // Hk, -1), key)
+    scores = scores.float() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        spread = bias.expand(B, H, 1, K).view(B, Hk, H // Hk, K)
+        scores = scores.masked_fill(~spread, -torch.inf) if bias.dtype == torch.bool else scores + spread
+    if sink is not None:
+        last = sink.float().view(1, Hk, H // Hk, 1).expand(B, -1, -1, -1)
+        scores = torch.cat((scores, last), dim=-1)
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(empty, 0), dim=-1).masked_fill(empty, 0)
+    weights = weights[..., :K].to(value.dtype)
+    return torch.einsum("bgrk,bgke->bgre", weights, value).reshape(B, H, 1, -1)

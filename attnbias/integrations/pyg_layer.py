@@ -1,0 +1,235 @@
+"""What the three layers of ``pyg`` have in common: linear maps, scores, heads and ends."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from ..ops import attention
+from ..relations import Graph
+from ..scores import AdditiveScore
+from ..terms import EdgeBias, Term
+from ..weights import edge_weights
+from .pyg_edges import Edges, Fill, check_fill, sum_values
+
+Channels = int | tuple[int, int]
+Nodes = Tensor | tuple[Tensor, Tensor | None]  # [N, F], or sources and targets
+Answer = Tensor | tuple[Tensor, tuple[Tensor, Tensor]]
+
+_MESSAGE_PASSING = {"aggr": ("add", "sum"), "flow": ("source_to_target",), "node_dim": (0, -2)}
+
+
+class _Linear(torch.nn.Linear):
+    """A linear map that starts as PyG's ``glorot``."""
+
+    def reset_parameters(self) -> None:
+        """Draw the weights."""
+        bound = math.sqrt(6 / (self.in_features + self.out_features))
+        torch.nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            torch.nn.init.uniform_(self.bias, -bound, bound)
+
+
+class _LazyLinear(torch.nn.LazyLinear):
+    cls_to_become = _Linear
+
+    def reset_parameters(self) -> None:
+        if not self.has_uninitialized_params() and self.in_features:
+            _Linear.reset_parameters(self)  # type: ignore[arg-type]
+
+
+def glorot_linear(size: int, out: int, *, bias: bool = False) -> torch.nn.Linear:
+    """A linear map that starts as those of the GATs; its size -1 is found in the first call."""
+    return _LazyLinear(out, bias=bias) if size == -1 else _Linear(size, out, bias=bias)
+
+
+def torch_linear(size: int, out: int, *, bias: bool) -> torch.nn.Linear:
+    """A linear map that starts as torch's own."""
+    return torch.nn.LazyLinear(out, bias=bias) if size == -1 else torch.nn.Linear(size, out, bias=bias)
+
+
+def draw_glorot(x: Tensor | None) -> None:
+    """Fill a tensor, if there is one, as PyG's ``glorot`` does."""
+    if x is not None:
+        bound = math.sqrt(6 / (x.shape[-2] + x.shape[-1]))
+        torch.nn.init.uniform_(x, -bound, bound)
+
+
+class Scores(NamedTuple):
+    """What gives each edge its score: the arguments of ``attention`` but values and relation."""
+
+    query: Tensor  # [targets, H, D]
+    key: Tensor  # [sources, H, D]
+    score: AdditiveScore | None = None
+    terms: tuple[Term, ...] = ()
+
+    @classmethod
+    def of_edges(cls, scores: Tensor, edges: Edges) -> Scores:
+        """Scores that are known, [E, H]: a bias on products of zeros."""
+        (targets, sources), heads = edges.graph.lengths, scores.shape[1]
+        nothing = [scores.new_zeros(n, heads, 1) for n in (targets, sources)]
+        return cls(nothing[0], nothing[1], terms=(EdgeBias(scores),))
+
+    def attend(self, value: Tensor, graph: Graph, dropout: float) -> Tensor:
+        """Attention over the graph, [targets, H, C]; value is [sources, H, C]."""
+        query, key, value = (x.transpose(0, 1)[None] for x in (self.query, self.key, value))
+        out = attention(query, key, value, graph, terms=self.terms, score=self.score, dropout_p=dropout)
+        return out[0].transpose(0, 1)
+
+    def weigh(self, graph: Graph) -> Tensor:
+        """The attention of each edge, [E, H]."""
+        query, key = (x.transpose(0, 1)[None] for x in (self.query, self.key))
+        return edge_weights(query, key, graph, terms=self.terms, score=self.score).to(self.query.dtype)
+
+
+class Conv(torch.nn.Module):
+    """What the three layers have in common."""
+
+    def __init__(
+        self,
+        in_channels: Channels,
+        out_channels: int,
+        heads: int,
+        concat: bool,
+        dropout: float,
+        edge_dim: int | None,
+        others: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        for name, got in others.items():
+            wanted = _MESSAGE_PASSING.get(name)
+            if wanted is None:
+                raise TypeError(f"{name}: {type(self).__name__} has no such argument")
+            if got not in wanted:
+                hint = "; pass edge_index.flip(0)" if name == "flow" else ""
+                raise ValueError(f"{name}: wanted {wanted[0]!r}, the only one there is, got {got!r}{hint}")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout: wanted a share from 0 to 1, got {dropout}")
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.heads = heads
+        self.concat = concat
+        self.dropout = dropout
+        self.edge_dim = edge_dim
+
+    @property
+    def _dropout(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    @property
+    def _out_size(self) -> int:
+        return self.out_channels * (self.heads if self.concat else 1)
+
+    @property
+    def _in_sizes(self) -> tuple[int, int]:
+        sizes = self.in_channels
+        return (sizes, sizes) if isinstance(sizes, int) else (sizes[0], sizes[1])
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(-1, self.heads, self.out_channels)  # [N, H, C]
+
+    def _merge(self, out: Tensor) -> Tensor:
+        return out.flatten(1) if self.concat else out.mean(1)  # [N, H * C] or [N, C]
+
+    def _edge_weight(self, attr: Tensor) -> Tensor:
+        """The weight of ``lin_edge`` by head, [H, C, d]."""
+        lin_edge: Any = self.lin_edge
+        if torch.nn.parameter.is_lazy(lin_edge.weight):
+            lin_edge(attr[:0])
+        weight: Tensor = lin_edge.weight
+        return weight.view(self.heads, self.out_channels, weight.shape[1])
+
+    def _check_edge_dim(self, edges: Edges) -> None:
+        if edges.attr is None:
+            return
+        if self.edge_dim is None:
+            raise ValueError(f"edge_attr: wanted None, {type(self).__name__} was made without edge_dim")
+        if self.edge_dim not in (-1, edges.attr.shape[1]):
+            wanted = f"[E, edge_dim] = [{len(edges.attr)}, {self.edge_dim}]"
+            raise ValueError(f"edge_attr: wanted {wanted}, got {list(edges.attr.shape)}")
+
+    def _attend(
+        self, scores: Scores, value: Tensor, edges: Edges, with_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention [targets, H, C] and, if asked for, the weights of its edges after dropout, [E, H]."""
+        if not with_weights:
+            return scores.attend(value, edges.graph, self._dropout), None
+        weights = scores.weigh(edges.graph)
+        if not self._dropout:
+            return scores.attend(value, edges.graph, 0.0), weights
+        weights = F.dropout(weights, self._dropout)
+        return sum_values(weights, value, edges), weights
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"
+
+
+def read_pair(x: Any) -> tuple[Tensor, Tensor | None]:
+    """Sources and targets."""
+    pair = (x, x) if isinstance(x, Tensor) else x
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], Tensor):
+        raise TypeError(f"x: wanted a tensor [N, F] or a pair (x_src, x_dst), got {type(x).__name__}")
+    for part in pair:
+        if part is not None and part.dim() != 2:
+            raise ValueError(f"x: wanted [N, F], got {list(part.shape)}")
+    return pair[0], pair[1]
+
+
+def read_whole_pair(x: Any) -> tuple[Tensor, Tensor]:
+    """Sources and targets, neither of which may lack."""
+    source, target = read_pair(x)
+    if target is None:
+        raise ValueError("x: wanted (x_src, x_dst), got (x_src, None)")
+    return source, target
+
+
+class GAT(Conv):
+    """What the two GATs have in common."""
+
+    bias: Parameter | None
+    res: torch.nn.Linear | None
+
+    def __init__(
+        self,
+        in_channels: Channels,
+        out_channels: int,
+        heads: int,
+        concat: bool,
+        negative_slope: float,
+        dropout: float,
+        add_self_loops: bool,
+        edge_dim: int | None,
+        fill_value: Fill,
+        residual: bool,
+        others: dict[str, Any],
+    ) -> None:
+        super().__init__(in_channels, out_channels, heads, concat, dropout, edge_dim, others)
+        self.negative_slope = negative_slope
+        self.add_self_loops = add_self_loops
+        self.fill_value = check_fill(fill_value)
+        self.residual = residual
+
+    def _make_ends(self, bias: bool) -> None:
+        """The parameters that PyG makes last."""
+        self.res = glorot_linear(self._in_sizes[1], self._out_size) if self.residual else None
+        if bias:
+            self.bias = Parameter(torch.empty(self._out_size))
+        else:
+            self.register_parameter("bias", None)
+
+    def _finish(self, out: Tensor, residual: Tensor | None, edges: Edges, weights: Tensor | None) -> Answer:
+        out = self._merge(out)
+        if residual is not None:
+            out = out + residual
+        if self.bias is not None:
+            out = out + self.bias
+        if weights is None:
+            return out
+        adjacency = edges.as_adjacency(weights)
+        return out, (edges.edge_index if adjacency is None else adjacency, weights)

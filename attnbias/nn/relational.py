@@ -1,0 +1,193 @@
+"""The one layer behind every mechanism: attention over a relation, with its projections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from ..layouts.layout import Layout
+from ..ops import attention
+from ..relations import Relation
+from ..relations.relation import resolve_start
+from ..terms import Term
+from ..weights import attention_weights
+from .rotary import Rotary
+
+
+class RelationalAttention(nn.Module):
+    """Attention among tokens that a relation relates; which relation it is makes the mechanism.
+
+    Each token gets the mean of its neighbours' values, weighted by a softmax over the neighbours of
+    ``query @ key / sqrt(head_size)``; a token without a neighbour gets zeros.
+
+    Args:
+        d_model: features of a token.
+        heads: attentions side by side.
+        relation: which token attends to which; None relates all. It can be given to each call instead.
+        head_size: features of a head, ``d_model / heads`` if None.
+        key_heads: heads of keys and values, which divide ``heads``; as many as ``heads`` if None.
+        bias: whether projections have one.
+        project: whether a linear layer follows the heads; if None, where there are several. (One head
+            without it is the layer of the paper's appendix.)
+        dropout: share of the weights dropped in training.
+        softcap: bound on the scores, as in ``attention``.
+        rotary: turns queries and keys by their position; None leaves them.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: if the sizes do not divide, or a relation is for another number of heads.
+        TypeError: if ``relation`` is no relation.
+
+    Example:
+        >>> import torch
+        >>> import attnbias as ab
+        >>> from attnbias.nn import RelationalAttention
+        >>> layer = RelationalAttention(32, heads=4, relation=ab.Causal() & ab.Window(before=15))
+        >>> layer(torch.randn(2, 100, 32)).shape
+        torch.Size([2, 100, 32])
+        >>> h, weights = layer(torch.randn(100, 32), return_weights=True)
+        >>> h.shape, weights.shape
+        (torch.Size([100, 32]), torch.Size([4, 100, 100]))
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int = 1,
+        relation: Relation | None = None,
+        *,
+        head_size: int | None = None,
+        key_heads: int | None = None,
+        bias: bool = False,
+        project: bool | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        rotary: Rotary | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        key_heads = heads if key_heads is None else key_heads
+        if head_size is None:
+            if heads < 1 or d_model % heads:
+                raise ValueError(f"heads: wanted a number that divides d_model = {d_model}, got {heads}")
+            head_size = d_model // heads
+        if key_heads < 1 or heads % key_heads:
+            raise ValueError(f"key_heads: wanted a number that divides heads = {heads}, got {key_heads}")
+        if rotary is not None and rotary.head_size != head_size:
+            raise ValueError(f"rotary: wanted one for head_size = {head_size}, got {rotary.head_size}")
+        self.d_model, self.heads, self.key_heads, self.head_size = d_model, heads, key_heads, head_size
+        self.relation = relation if relation is None else check_relation(relation, heads)
+        self.dropout, self.softcap, self.rotary = dropout, softcap, rotary
+        own: dict[str, object] = {"bias": bias, "device": device, "dtype": dtype}
+        self.query = nn.Linear(d_model, heads * head_size, **own)  # type: ignore[arg-type]
+        self.key = nn.Linear(d_model, key_heads * head_size, **own)  # type: ignore[arg-type]
+        self.value = nn.Linear(d_model, key_heads * head_size, **own)  # type: ignore[arg-type]
+        width = heads * head_size
+        has_out = heads > 1 if project is None else project
+        self.out = nn.Linear(width, d_model, **own) if has_out else nn.Identity()  # type: ignore[arg-type]
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = ...,
+        *,
+        relation: Relation | Layout | None = ...,
+        terms: Sequence[Term] = ...,
+        q_start: int | Literal["end"] = ...,
+        return_weights: Literal[False] = ...,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = ...,
+        *,
+        relation: Relation | Layout | None = ...,
+        terms: Sequence[Term] = ...,
+        q_start: int | Literal["end"] = ...,
+        return_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        relation: Relation | Layout | None = None,
+        terms: Sequence[Term] = (),
+        q_start: int | Literal["end"] = 0,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from each token of ``x``.
+
+        Args:
+            x: tokens that ask, [n, d_model] or [B, n, d_model].
+            memory: tokens that are asked, of as many dimensions; ``x`` itself if None.
+            relation: in place of the layer's own; a Layout shared by layers as well.
+            terms: score terms, as in ``attention``.
+            q_start: position of the first token of ``x`` in ``memory``.
+            return_weights: return the weights too, before dropout; dense, so for short sequences.
+
+        Returns:
+            Tokens of the shape of ``x``; with ``return_weights`` a pair of them and the weights
+            [B, heads, n, m], less the dimensions that x has not and the heads of a single one.
+
+        Raises:
+            ValueError: if a shape does not fit.
+        """
+        memory = x if memory is None else memory
+        for name, tokens in (("x", x), ("memory", memory)):
+            if tokens.dim() != x.dim() or tokens.dim() not in (2, 3) or tokens.shape[-1] != self.d_model:
+                raise ValueError(
+                    f"{name}: wanted [n, {self.d_model}] or [B, n, {self.d_model}] like the other, "
+                    f"got {list(tokens.shape)}"
+                )
+        used = self.relation if relation is None else relation
+        start = resolve_start(q_start, x.shape[-2], memory.shape[-2])
+        query = split_heads(self.query(x), self.heads)  # [B, H, n, D], or without B
+        key = split_heads(self.key(memory), self.key_heads)  # [B, Hk, m, D]
+        value = split_heads(self.value(memory), self.key_heads)  # [B, Hk, m, D]
+        if self.rotary is not None:
+            query, key = self.rotary(query, start), self.rotary(key)
+        dropout_p = self.dropout if self.training else 0.0
+        h = attention(
+            *(query, key, value, used),
+            terms=terms,
+            softcap=self.softcap,
+            dropout_p=dropout_p,
+            q_start=start,
+        )
+        out: Tensor = self.out(join_heads(h))
+        if not return_weights:
+            return out
+        weights = attention_weights(query, key, used, terms=terms, softcap=self.softcap, q_start=start)
+        return out, weights.squeeze(-3) if self.heads == 1 else weights
+
+    def extra_repr(self) -> str:
+        """See :class:`torch.nn.Module`."""
+        return f"{self.d_model}, heads={self.heads}, relation={self.relation!r}"
+
+
+def check_relation(relation: Relation, heads: int) -> Relation:
+    """Return a relation that fits a number of heads, or raise."""
+    if not isinstance(relation, Relation):
+        raise TypeError(f"relation: wanted a relation or None, got {type(relation).__name__} {relation!r}")
+    if relation.head_count not in (None, 1, heads):
+        name = type(relation).__name__
+        raise ValueError(f"relation: this {name} has heads {relation.head_count}, the layer has {heads}")
+    return relation
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[..., n, heads * D] as [..., heads, n, D], copying nothing."""
+    return torch.unflatten(x, -1, (heads, -1)).transpose(-3, -2)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """[..., heads, n, D] as [..., n, heads * D]; ``attention`` returns what makes this a view."""
+    return x.transpose(-3, -2).flatten(-2)

@@ -1,0 +1,60 @@
+"""Rotary positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Rotary(nn.Module):
+    """Turn pairs of features by an angle that grows with the position, so that scores see distances alone.
+
+    Feature ``i`` is paired with ``i + head_size / 2`` (the halves of Llama and GPT-NeoX) and turned by
+    ``position * base ** (-2 i / head_size)``. Distances are all that is left in ``q @ k``, so a relation of
+    positions and its layer are equivariant to the same translations.
+
+    Args:
+        head_size: D, even.
+        base: the larger, the slower the slowest pair turns.
+
+    Raises:
+        ValueError: if ``head_size`` is odd or not positive.
+
+    Example:
+        >>> import torch
+        >>> turn = Rotary(4)
+        >>> q, k = torch.randn(2, 1, 4).double()
+        >>> near = turn(q, start=3) @ turn(k, start=1).mT
+        >>> far = turn(q, start=103) @ turn(k, start=101).mT
+        >>> bool((near - far).abs() < 1e-9)
+        True
+    """
+
+    def __init__(self, head_size: int, base: float = 10000.0) -> None:
+        super().__init__()
+        if head_size < 2 or head_size % 2:
+            raise ValueError(f"head_size: wanted an even number of at least 2, got {head_size}")
+        self.head_size = head_size
+        self.base = base
+
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """Turn x [..., n, D], whose first row stands at position ``start``.
+
+        Raises:
+            ValueError: if D is not the ``head_size``.
+        """
+        if x.shape[-1] != self.head_size:
+            raise ValueError(f"x: wanted [..., n, {self.head_size}], got {list(x.shape)}")
+        half = self.head_size // 2
+        # Angles of late positions need more digits than half precision has.
+        precision = torch.float64 if x.dtype == torch.float64 else torch.float32
+        power = torch.arange(half, device=x.device, dtype=precision) / half
+        position = torch.arange(start, start + x.shape[-2], device=x.device, dtype=precision)
+        angle = position[:, None] * self.base**-power  # [n, D / 2]
+        cos, sin = angle.cos(), angle.sin()
+        left, right = x.to(precision).split(half, dim=-1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """See :class:`torch.nn.Module`."""
+        return f"{self.head_size}, base={self.base}"

@@ -1,0 +1,162 @@
+"""Properties of a relation among n tokens, as of any relation or directed graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from ..layouts.intervals import Intervals, Ints
+from ..relations import Relation
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What holds of a relation among n tokens; print it for a list of what does."""
+
+    complete: bool  # every pair
+    reflexive: bool  # every token with itself
+    symmetric: bool  # both ways or not at all
+    antisymmetric: bool  # never both ways, but with itself
+    transitive: bool  # the neighbours of neighbours are neighbours
+    total_order: bool  # reflexive, antisymmetric, transitive, and any two are related
+    acyclic: bool  # no way back, loops aside
+    unique_topological_order: bool  # acyclic, and one order alone has all arrows pointing back
+    bipartite: bool  # two classes with no pair inside either; a loop is such a pair
+    regular: bool  # as many keys for every query, as many queries for every key
+    translation_invariant: bool  # a matter of q - k, away from the borders
+
+    def __str__(self) -> str:
+        held = [each.name.replace("_", " ") for each in fields(self) if getattr(self, each.name)]
+        return ", ".join(held) or "none"
+
+
+def properties(relation: Relation, n: int) -> Properties:
+    """Compute the properties of a relation among n tokens.
+
+    Takes time and memory of its pairs; that of transitivity is n / 8 times as many bytes read.
+
+    Args:
+        relation: the same for all batches and heads.
+        n: tokens.
+
+    Raises:
+        ValueError: if it differs between batches or heads.
+
+    Example:
+        >>> import attnbias as ab
+        >>> print(properties(ab.Causal(), 6))
+        reflexive, antisymmetric, transitive, total order, acyclic, unique topological order,
+        translation invariant
+    """
+    row, key = _pairs(relation, n, n)
+    pairs = len(row)
+    loops = int((row == key).sum())
+    both = int(np.isin(row * n + key, key * n + row).sum())  # pairs whose reverse is related as well
+    reflexive, antisymmetric = loops == n, both == loops
+    transitive = _is_transitive(row, key, n)
+    acyclic, unique = _is_acyclic(row, key, n)
+    degrees = [np.bincount(side, minlength=n) for side in (row, key)]
+    return Properties(
+        complete=pairs == n * n,
+        reflexive=reflexive,
+        symmetric=both == pairs,
+        antisymmetric=antisymmetric,
+        transitive=transitive,
+        total_order=reflexive and antisymmetric and transitive and pairs == n * (n + 1) // 2,
+        acyclic=acyclic,
+        unique_topological_order=unique,
+        bipartite=_is_bipartite(row, key, n),
+        regular=all(len(np.unique(degree)) <= 1 for degree in degrees),
+        translation_invariant=is_translation_invariant(relation, n),
+    )
+
+
+def _pairs(relation: Relation, q_len: int, k_len: int) -> tuple[Ints, Ints]:
+    """Every pair once, sorted."""
+    bound = relation.bind(q_len, k_len)
+    if bound.group.max(initial=0) > 0:
+        raise ValueError(f"relation: wanted one for all batches and heads, got {relation!r}")
+    if isinstance(bound.solid, Intervals | None):
+        parts = [bound.solid.pairs()] if bound.solid is not None else []
+        if bound.edges is not None:
+            listed = bound.edges.distinct()
+            parts.append((listed.row, listed.key))
+        row, key = (np.concatenate(side) for side in zip(*parts, strict=True))
+    else:
+        row, key = relation.dense(q_len, k_len).nonzero().numpy().T
+    order = np.argsort(row * max(k_len, 1) + key, kind="stable")
+    return row[order], key[order]
+
+
+def _is_transitive(row: Ints, key: Ints, n: int) -> bool:
+    """Whether the keys of a token's keys are its own, on rows of bits."""
+    keys = _csr(row, key, n)
+    bits = np.zeros((n, n), bool)
+    bits[row, key] = True
+    packed = np.packbits(bits, axis=1)  # [n, n / 8]
+    for token in range(n):
+        reached = np.bitwise_or.reduce(packed[keys(token)], axis=0)
+        if (reached & ~packed[token]).any():
+            return False
+    return True
+
+
+def _csr(row: Ints, key: Ints, n: int) -> Callable[[int], Ints]:
+    """The keys of each row of sorted pairs."""
+    ptr = np.searchsorted(row, np.arange(n + 1))
+    return lambda token: key[ptr[token] : ptr[token + 1]]
+
+
+def _is_acyclic(row: Ints, key: Ints, n: int) -> tuple[bool, bool]:
+    """Whether there is a topological order, and whether there is one only; loops do not count."""
+    proper = row != key
+    row, key = row[proper], key[proper]
+    order = np.argsort(key, kind="stable")
+    asked_by = _csr(key[order], row[order], n)
+    waiting = np.bincount(row, minlength=n)  # keys that have yet to be placed
+    ready = np.flatnonzero(waiting == 0).tolist()
+    placed, unique = 0, True
+    while ready:
+        unique = unique and len(ready) == 1
+        token = ready.pop()
+        placed += 1
+        users = asked_by(token)
+        waiting[users] -= 1
+        ready.extend(users[waiting[users] == 0].tolist())
+    return placed == n, unique and placed == n
+
+
+def _is_bipartite(row: Ints, key: Ints, n: int) -> bool:
+    both, other = np.concatenate((row, key)), np.concatenate((key, row))
+    order = np.argsort(both, kind="stable")
+    near = _csr(both[order], other[order], n)
+    side = np.zeros(n, np.int64)  # 0 = not seen, else 1 or -1
+    for start in range(n):
+        stack = [start] if side[start] == 0 else []
+        side[start] = side[start] or 1
+        while stack:
+            token = stack.pop()
+            found = near(token)
+            if (side[found] == side[token]).any():
+                return False
+            fresh = np.unique(found[side[found] == 0])
+            side[fresh] = -side[token]
+            stack.extend(fresh.tolist())
+    return True
+
+
+def is_translation_invariant(relation: Relation, n: int) -> bool:
+    """Whether (q, k) is related exactly if (q + 1, k + 1) is, wherever all four are among n tokens.
+
+    This is what "equivariant to translations" can mean for a finite sequence: a translation moves tokens in
+    and out at the borders, and the rows whose keys are cut there differ.
+    """
+    if relation.stationary or n < 2:
+        return True
+    row, key = _pairs(relation, n, n)
+    early = (row < n - 1) & (key < n - 1)
+    late = (row > 0) & (key > 0)
+    same: bool = np.array_equal(row[early] * n + key[early], (row[late] - 1) * n + key[late] - 1)
+    return same

@@ -1,0 +1,201 @@
+"""The signatures of torch's SDPA and of flash-attn, against torch's SDPA and sequence by sequence."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import attnbias as ab
+from attnbias.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+from attnbias.integrations.sdpa import scaled_dot_product_attention
+from attnbias.testing import assert_no_worse, magnitudes
+
+
+def draw(*shapes, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=rng).requires_grad_() for shape in shapes]
+
+
+def compare(tensors, *given, extra=(), **options):
+    """Results and gradients of ours and torch's in float32, against torch's in float64."""
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    wide_given = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
+    runs = []
+    for f, inputs, rest in (
+        (scaled_dot_product_attention, tensors, given),
+        (functional.scaled_dot_product_attention, tensors, given),
+        (functional.scaled_dot_product_attention, wide, wide_given),
+    ):
+        out = f(*inputs, *rest, **options)
+        weight = torch.arange(out.numel()).view(out.shape).to(out.dtype).cos()
+        runs.append((out, torch.autograd.grad((out * weight).sum(), inputs)))
+    assert_no_worse("out", *(out for out, _ in runs))
+    four = [x.detach()[(None,) * (4 - x.dim())].flatten(0, -4) for x in tensors]
+    ones = torch.ones_like(four[0][..., :1])
+    scale = options.get("scale") or tensors[0].shape[-1] ** -0.5
+    sizes = magnitudes(*four, ones.expand(*ones.shape[:-1], tensors[2].shape[-1]), 0 * ones[..., 0], scale)
+    for name, *grads in zip(("query", "key", "value"), *(grads for _, grads in runs), strict=True):
+        assert_no_worse(name, *grads, 3, magnitude=sizes[name])
+
+
+SHAPES = {
+    "2-D": [(5, 8), (7, 8), (7, 8)],
+    "3-D": [(3, 5, 8), (3, 7, 8), (3, 7, 6)],
+    "4-D": [(2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 6)],
+    "5-D": [(2, 2, 3, 5, 8), (2, 2, 3, 7, 8), (2, 2, 3, 7, 8)],
+    "broadcast": [(2, 3, 5, 8), (1, 3, 7, 8), (1, 3, 7, 8)],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}])
+def test_sdpa_agrees_with_torch(shape, options):
+    compare(draw(*SHAPES[shape]), **options)
+
+
+@pytest.mark.parametrize(
+    "size", [(5, 7), (1, 7), (5, 1), (3, 5, 7), (1, 5, 7), (2, 1, 5, 7), (2, 3, 5, 7), (2, 1, 1, 7)]
+)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_sdpa_masks_agree_with_torch(size, kind):
+    mask = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    if kind == "bool":
+        mask = mask > -0.5
+        mask[..., 0] = True  # torch's rows without a key are another thing
+    compare(draw(*SHAPES["4-D"]), mask)
+
+
+def test_sdpa_groups_heads():
+    compare(draw((2, 6, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)), enable_gqa=True)
+    with pytest.raises(ValueError, match="because of enable_gqa=False"):
+        scaled_dot_product_attention(*draw((2, 6, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)))
+
+
+def test_sdpa_takes_a_relation():
+    q, k, v = draw(*SHAPES["4-D"])
+    window = ab.Window(before=2, after=1)
+    out = scaled_dot_product_attention(q, k, v, relation=window)
+    assert torch.equal(out, ab.attention(q, k, v, window))
+    mask = torch.rand(5, 7) > 0.4
+    both = scaled_dot_product_attention(q, k, v, mask, relation=window)
+    assert_no_worse(
+        "both",
+        both,
+        ab.attention(q, k, v, ab.Dense(mask & window.dense(5, 7)), backend="reference"),
+        ab.attention(*(x.double() for x in (q, k, v)), window & ab.Dense(mask), backend="reference"),
+    )
+    causal = scaled_dot_product_attention(q, k, v, is_causal=True, relation=window)
+    assert torch.equal(causal, ab.attention(q, k, v, ab.Window(before=2)))
+
+
+def test_sdpa_of_a_row_without_a_key_is_zero():
+    q, k, v = draw(*SHAPES["4-D"])
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    mask[2] = False
+    assert not scaled_dot_product_attention(q, k, v, mask)[:, :, 2].any()
+
+
+def test_sdpa_refuses_what_torch_refuses():
+    q, k, v = draw(*SHAPES["4-D"])
+    with pytest.raises(ValueError, match="attn_mask: wanted None with is_causal=True"):
+        scaled_dot_product_attention(q, k, v, torch.ones(5, 7, dtype=torch.bool), is_causal=True)
+    with pytest.raises(ValueError, match=r"query: wanted \[..., H, Q, D\], got \[8\]"):
+        scaled_dot_product_attention(q[0, 0, 0], k, v)
+
+
+# -- flash-attn -------------------------------------------------------------------------------------
+
+
+def by_definition(q, k, v, causal=False, window=(-1, -1), softcap=0.0, slopes=None, scale=None):
+    """flash-attn's documentation in plain PyTorch, for one sequence: [Q, H, D], [K, Hk, D], [K, Hk, E]."""
+    Q, H, D = q.shape
+    K, Hk, _ = k.shape
+    k, v = (x.repeat_interleave(H // Hk, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (D**-0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    i, j = torch.arange(Q)[:, None] + K - Q, torch.arange(K)
+    if slopes is not None:
+        scores = scores - slopes.to(q.dtype)[:, None, None] * (i - j).abs()
+    allowed = torch.ones(Q, K, dtype=torch.bool)
+    if causal:
+        allowed &= j <= i
+    if window[0] >= 0:
+        allowed &= j >= i - window[0]
+    if window[1] >= 0:
+        allowed &= j <= i + window[1]
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    weights = torch.softmax(scores, -1).nan_to_num(0)
+    return torch.einsum("hqk,khe->qhe", weights, v)
+
+
+OPTIONS = [
+    {},
+    {"causal": True},
+    {"window": (2, 1)},
+    {"window": (-1, 2)},
+    {"causal": True, "window": (3, 0)},
+    {"causal": True, "window": (3, 5)},
+    {"softcap": 0.7, "scale": 0.4},
+    {"slopes": torch.tensor([0.5, 0.25, 0.1, 0.0]), "causal": True},
+]
+
+
+def renamed(options):
+    names = {"window": "window_size", "slopes": "alibi_slopes", "scale": "softmax_scale"}
+    return {names.get(name, name): value for name, value in options.items()}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("lengths", [(6, 6), (3, 9), (9, 3)])
+def test_flash_attn_is_what_its_documentation_says(options, lengths):
+    q, k, v = draw((2, lengths[0], 4, 8), (2, lengths[1], 2, 8), (2, lengths[1], 2, 8))
+    out = flash_attn_func(q, k, v, **renamed(options))
+    eager, exact = (
+        torch.stack([by_definition(q[b].to(t), k[b].to(t), v[b].to(t), **options) for b in (0, 1)])
+        for t in (torch.float32, torch.float64)
+    )
+    assert_no_worse("out", out, eager, exact)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "sizes", [((3, 1, 0, 5), (3, 1, 0, 5)), ((3, 1, 2, 5), (6, 4, 2, 5)), ((1, 1), (9, 4))]
+)
+def test_varlen_is_flash_attn_of_each_sequence(options, sizes):
+    cu_q, cu_k = (torch.tensor([0, *torch.tensor(each).cumsum(0)], dtype=torch.int32) for each in sizes)
+    q, k, v = draw((int(cu_q[-1]), 4, 8), (int(cu_k[-1]), 2, 8), (int(cu_k[-1]), 2, 6))
+    if "slopes" in options and sizes[0] != sizes[1]:
+        with pytest.raises(NotImplementedError, match="alibi_slopes: wanted cu_seqlens_q equal"):
+            flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 9, **renamed(options))
+        return
+    out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, max(sizes[0]), max(sizes[1]), **renamed(options))
+
+    def each(dtype):
+        parts = [
+            by_definition(
+                *(x[a[i] : a[i + 1]].to(dtype) for x, a in ((q, cu_q), (k, cu_k), (v, cu_k))), **options
+            )
+            for i in range(len(cu_q) - 1)
+        ]
+        return torch.cat(parts)
+
+    assert_no_worse("out", out, each(torch.float32), each(torch.float64))
+
+
+def test_flash_attn_takes_a_relation_as_well():
+    q, k, v = draw((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
+    both = flash_attn_func(q, k, v, causal=True, relation=ab.Columns(2))
+    alone = ab.attention(*(x.transpose(1, 2) for x in (q, k, v)), ab.Causal() & ab.Columns(2))
+    assert torch.equal(both, alone.transpose(1, 2))
+
+
+def test_flash_attn_refuses_what_is_not_offered():
+    q, k, v = draw((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
+    with pytest.raises(NotImplementedError, match="return_attn_probs: wanted False"):
+        flash_attn_func(q, k, v, return_attn_probs=True)
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    cu = torch.tensor([0, 6, 12])
+    with pytest.raises(NotImplementedError, match="block_table: paged keys"):
+        flash_attn_varlen_func(*flat, cu, cu, 6, 6, block_table=torch.zeros(1))
+    with pytest.raises(NotImplementedError, match=r"alibi_slopes: wanted \[H\], got \[2, 4\]"):
+        flash_attn_varlen_func(*flat, cu, cu, 6, 6, alibi_slopes=torch.zeros(2, 4))

@@ -1,0 +1,429 @@
+"""Hugging Face models on attnbias against themselves with ``eager``, from random weights."""
+
+import copy
+import logging
+import sys
+
+import pytest
+import torch
+
+import attnbias as ab
+from attnbias.testing import assert_no_worse
+
+# transformers looks for a package of this name, and `python -m pytest` would let it find the folder.
+sys.modules.setdefault("kernels", None)
+transformers = pytest.importorskip("transformers")
+from transformers import masking_utils  # noqa: E402
+
+from attnbias.integrations import huggingface as hf  # noqa: E402
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+VOCABULARY, LENGTH = 50, 23
+
+SIZES = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+GEMMA = SIZES | {
+    **{
+        "hidden_size": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 5,
+        "attention_dropout": 0.0,
+    },
+    **{"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    **{"query_pre_attn_scalar": 8, "pad_token_id": 0},
+}
+T5 = {
+    **{"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    **{"dropout_rate": 0.0, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16},
+    **{"decoder_start_token_id": 0, "tie_word_embeddings": False},
+}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def make(name):
+    """A model with random weights, large enough to tell attention apart, and a wider initialisation."""
+    torch.manual_seed(0)
+    t = transformers
+    model = {
+        "bert": lambda: t.BertForMaskedLM(t.BertConfig(hidden_size=32, **SIZES, **QUIET)),
+        "gpt2": lambda: t.GPT2LMHeadModel(
+            t.GPT2Config(
+                vocab_size=VOCABULARY,
+                n_embd=32,
+                n_layer=2,
+                n_head=4,
+                resid_pdrop=0,
+                embd_pdrop=0,
+                attn_pdrop=0,
+            )
+        ),
+        "t5": lambda: t.T5ForConditionalGeneration(t.T5Config(**T5)),
+        "vit": lambda: t.ViTForImageClassification(
+            t.ViTConfig(hidden_size=32, image_size=16, patch_size=4, **(SIZES | QUIET))
+        ),
+        "gemma2": lambda: t.Gemma2ForCausalLM(
+            t.Gemma2Config(**GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=None)
+        ),
+        "gemma3": lambda: t.Gemma3ForCausalLM(t.Gemma3TextConfig(**GEMMA)),
+        "llama": lambda: t.LlamaForCausalLM(
+            t.LlamaConfig(**(SIZES | {"hidden_size": 32, "num_key_value_heads": 2, "pad_token_id": 0}))
+        ),
+    }[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():  # sharp attention: nearly uniform weights hide faults
+            if parameter.dim() > 1:
+                parameter.mul_(0.35 / parameter.std())
+    if name == "t5":  # tied to the embedding it would repeat its input
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+        model.lm_head.weight.data[0] = 0  # nor the token it starts with
+    if model.can_generate():
+        model.generation_config.eos_token_id = None  # all generate as long
+    model.set_attn_implementation("eager")
+    return model.eval()
+
+
+def inputs(name, padding):
+    """Arguments of a model, and where its tokens are real."""
+    rng = torch.Generator().manual_seed(1)
+    if name == "vit":
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=rng)}, torch.ones(2, dtype=torch.bool)
+    ids = torch.randint(2, VOCABULARY, (2, LENGTH), generator=rng)
+    mask = torch.ones_like(ids)
+    if padding == "right":
+        mask[1, 15:] = 0
+    elif padding == "left":
+        mask[1, :8] = 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    if name != "t5":
+        return given, mask.bool()
+    answers = torch.randint(2, VOCABULARY, (2, 9), generator=rng)
+    return given | {"decoder_input_ids": answers}, torch.ones(2, 9, dtype=torch.bool)
+
+
+def textbook(
+    module, query, key, value, mask, dropout=0.0, scaling=None, softcap=0.0, position_bias=None, **_
+):
+    """Attention as its definition has it; eager's softmax is of float32, and of NaN in rows without a key."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.mT * scaling
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def all_pairs(**arguments):
+    return masking_utils.sdpa_mask(**(arguments | {"allow_is_causal_skip": False}))
+
+
+transformers.AttentionInterface.register("textbook", textbook)
+transformers.AttentionMaskInterface.register("textbook", all_pairs)
+
+
+def exactly(model):
+    """A copy in float64, with attention by definition."""
+    wide = copy.deepcopy(model).double()
+    wide.set_attn_implementation("textbook")
+    return wide
+
+
+def run(model, given, real):
+    """Logits at real tokens, and the gradients of all parameters, each in units of ``scales``."""
+    model.zero_grad()
+    floats = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in given.items()}
+    logits = model(**floats).logits[real]
+    weight = torch.arange(logits.numel()).view(logits.shape).to(logits.dtype).cos()
+    (logits * weight).sum().backward()
+    grads = [p.grad for _, p in sorted(model.named_parameters()) if p.grad is not None]
+    return logits.detach(), grads
+
+
+def compare(name, model, given, real, eager=None):
+    """Compare a model on attnbias with its copies on eager in float32 and float64."""
+    eager = model if eager is None else eager
+    truth, exact = run(exactly(eager), given, real)
+    baseline, rough = run(copy.deepcopy(eager), given, real)
+    got, mine = run(hf.attach(model), given, real)
+    assert_no_worse(f"logits of {name}", got, baseline, truth)
+    assert len(mine) == len(exact)
+    scales = [max(float(grad.abs().max()), 1e-300) for grad in exact]
+    every = [
+        torch.cat([(grad / scale).flatten() for grad, scale in zip(grads, scales, strict=True)])
+        for grads in (mine, rough, exact)
+    ]
+    assert_no_worse(f"gradients of {name}", *every, 3)
+
+
+MODELS = ["bert", "gpt2", "t5", "vit", "gemma2", "gemma3", "llama"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("padding", [None, "right", "left"])
+def test_logits_and_gradients_are_those_of_eager(name, padding):
+    if name == "vit" and padding:
+        pytest.skip("patches are never padded")
+    compare(name, make(name), *inputs(name, padding))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "gemma3", "llama"])
+def test_packed_documents(name):
+    """Positions that start again begin another document."""
+    given, real = inputs(name, None)
+    starts = torch.cat([torch.arange(n) for n in (4, 12, 7)]).expand(2, -1)
+    compare(name, make(name), {"input_ids": given["input_ids"], "position_ids": starts}, real)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "gemma2", "gemma3", "llama"])
+@pytest.mark.parametrize("padding", [None, "left"])
+def test_greedy_generation_gives_the_same_tokens(name, padding):
+    model, (given, _) = make(name), inputs(name, padding)
+    given.pop("decoder_input_ids", None)
+    options = {"max_new_tokens": 12, "do_sample": False, "use_cache": True}
+    wanted = model.generate(**given, **options)
+    assert torch.equal(hf.attach(model).generate(**given, **options), wanted)
+    assert len(wanted[0].unique()) > 4  # not one token again and again
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_a_static_cache_gives_the_same_logits(name):
+    """Its keys are more than the tokens seen: those beyond are not real."""
+    model, (given, real) = make(name), inputs(name, "left")
+    outputs = []
+    for _ in range(2):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+        with torch.no_grad():
+            first = model(**given, past_key_values=cache).logits
+            mask = torch.cat((given["attention_mask"], torch.ones(2, 1, dtype=torch.int64)), 1)
+            step = torch.full((2, 1), 7)
+            second = model(input_ids=step, attention_mask=mask, past_key_values=cache).logits
+        outputs.append(torch.cat((first[real], second[:, 0])))
+        hf.attach(model)
+    wide = exactly(model)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+    with torch.no_grad():
+        first = wide(**given, past_key_values=cache).logits[real]
+        second = wide(input_ids=step, attention_mask=mask, past_key_values=cache).logits[:, 0]
+    assert_no_worse("logits", outputs[1], outputs[0], torch.cat((first, second)))
+
+
+def test_several_tokens_after_a_cache():
+    """Chunked prefill: queries that stand behind keys, through a sliding cache."""
+    model, (given, _) = make("gemma2"), inputs("gemma2", None)
+    hf.attach(model)
+    whole = model(**given).logits
+    truth = exactly(model)(**given).logits
+    cache = transformers.DynamicCache(config=model.config)
+    parts = [
+        model(input_ids=part, past_key_values=cache).logits for part in given["input_ids"].split(6, dim=1)
+    ]
+    assert_no_worse("logits", torch.cat(parts, 1), whole, truth)
+
+
+def test_dropout_is_applied_in_training():
+    model, (given, _) = make("gpt2"), inputs("gpt2", None)
+    for module in model.modules():
+        if hasattr(module, "attn_dropout"):
+            module.attn_dropout.p = 0.5
+    hf.attach(model)
+    assert torch.equal(model(**given).logits, model(**given).logits)
+    model.train()
+    assert not torch.equal(model(**given).logits, model(**given).logits)
+
+
+def test_weights_are_given_when_asked_for():
+    model, (given, _) = make("bert"), inputs("bert", "right")
+    exact = exactly(model)(**given, output_attentions=True).attentions
+    eager = model(**given, output_attentions=True).attentions
+    hf.attach(model)
+    got = model(**given, output_attentions=True).attentions
+    for each in zip(got, eager, exact, strict=True):
+        assert_no_worse("weights", *each)
+
+
+def test_eager_can_be_had_back():
+    model, (given, _) = make("t5"), inputs("t5", "right")
+    wanted = model(**given).logits
+    hf.attach(model).set_attn_implementation("eager")
+    assert torch.equal(model(**given).logits, wanted)
+
+
+def test_t5_makes_no_pairwise_bias():
+    model = hf.attach(make("t5"))
+    bias = model.encoder.block[0].layer[0].SelfAttention.compute_bias(5, 5)
+    assert isinstance(bias, ab.RelativeBias)
+    cross = model.decoder.block[0].layer[1].EncDecAttention.compute_bias(5, 5)
+    assert not isinstance(cross, torch.Tensor)
+
+
+# -- relations of the user --------------------------------------------------------------------------
+
+
+def add_mask(given, relation, real):
+    """The same as a mask of pairs, for eager: what is related, causal and not padded."""
+    allowed = (relation & ab.Causal()).dense(LENGTH, LENGTH) & given["attention_mask"].bool()[:, None]
+    allowed = allowed[:, None]
+    floats = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    return given | {"attention_mask": floats}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "relation", [ab.Window(before=3), ab.Columns(4) | ab.Window(before=1), ab.Global([0])]
+)
+def test_a_relation_is_intersected_with_the_mask(name, relation):
+    model, (given, real) = make(name), inputs(name, "right")
+    seen = real & (relation & ab.Causal()).dense(LENGTH, LENGTH).any(1)
+    pairs = add_mask(given, relation, real)
+    if name == "llama":
+        pairs["position_ids"] = given["position_ids"] = torch.arange(LENGTH)[None]
+    wide = exactly(model)
+    truth = wide(**(pairs | {"attention_mask": pairs["attention_mask"].double()})).logits[seen]
+    baseline = model(**pairs).logits[seen]
+    hf.attach(model, relation)
+    assert_no_worse("logits", model(**given).logits[seen], baseline, truth)
+    hf.set_relation(model, None)
+    assert_no_worse(
+        "logits", model(**given).logits[real], make(name)(**given).logits[real], wide(**given).logits[real]
+    )
+
+
+def test_a_relation_for_each_layer_holds_in_generation():
+    """Greedy tokens of a sparse model with a cache are those without one."""
+    model, (given, _) = make("gemma2"), inputs("gemma2", "left")
+    hf.attach(model, lambda layer: ab.Columns(3) | ab.Window(before=2) if layer else None)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    cached = model.generate(**given, **options, use_cache=True)
+    assert torch.equal(cached, model.generate(**given, **options, use_cache=False))
+    own = [getattr(layer.self_attn, hf._RELATION) for layer in model.model.layers]
+    assert own[0] is None and own[1] == own[2] != None  # noqa: E711
+
+
+def test_a_graph_with_double_edges_counts_them_in_a_step_too():
+    model = make("gpt2")
+    double = ab.Graph([[0, 0, 1, *range(LENGTH)], [LENGTH - 1] * 3 + list(range(LENGTH))], num_nodes=LENGTH)
+    hf.attach(model)
+    for block in model.transformer.h:
+        setattr(block.attn, hf._RELATION, None)
+    module = model.transformer.h[0].attn
+    setattr(module, hf._RELATION, double)
+    q, k, v = torch.randn(3, 1, 4, LENGTH, 8)
+    whole = hf.attention_forward(module, q, k, v, hf.Mask(ab.Full(), 0))[0]
+    step = hf.attention_forward(module, q[:, :, -1:], k, v, hf.Mask(ab.Full(), LENGTH - 1))[0]
+    truth = ab.attention(*(x.double() for x in (q, k, v)), double).transpose(1, 2)
+    assert_no_worse("step", step, whole[:, -1:], truth[:, -1:])
+
+
+def test_vit_with_a_neighborhood_of_patches():
+    model, (given, _) = make("vit"), inputs("vit", None)[0:2]
+    relation = hf.patch_neighborhood((4, 4), 1)
+    grid = ab.Neighborhood((4, 4), 1).dense(16, 16)
+    table = torch.ones(17, 17, dtype=torch.bool)
+    table[1:, 1:] = grid
+    assert torch.equal(relation.dense(17, 17), table)
+    floats = torch.zeros(2, 1, 17, 17).masked_fill(~table, torch.finfo(torch.float32).min)
+    wide = exactly(model)
+    truth = wide(given["pixel_values"].double(), attention_mask=floats.double()).logits
+    baseline = model(**given, attention_mask=floats).logits
+    assert_no_worse("logits", hf.attach(model, relation)(**given).logits, baseline, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_of_pairs_from_the_user(dtype):
+    model, (given, real) = make("gpt2"), inputs("gpt2", None)
+    floats = add_mask(given, ab.Window(before=4), real)
+    mask = floats["attention_mask"]
+    truth = exactly(model)(given["input_ids"], attention_mask=mask.double()).logits
+    baseline = model(**floats).logits
+    hf.attach(model)
+    got = model(given["input_ids"], attention_mask=mask == 0 if dtype == torch.bool else mask).logits
+    assert_no_worse("logits", got, baseline, truth)
+    cache = transformers.DynamicCache(config=model.config)
+    parts = []
+    for at in (slice(0, 20), slice(20, 22), slice(22, 23)):
+        part = mask[:, :, at, : at.stop]
+        part = part == 0 if dtype == torch.bool else part
+        parts.append(model(given["input_ids"][:, at], attention_mask=part, past_key_values=cache).logits)
+    assert_no_worse("logits by parts", torch.cat(parts, 1), baseline, truth)
+
+
+# -- nearest keys -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [3, 4096])
+def test_nearest_keys_are_those_of_the_largest_products(chunk):
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 11, 8)
+    mask = torch.ones(2, 11, dtype=torch.bool)
+    mask[1, 2:] = False
+    found = hf.NearestKeys(4, chunk).find(q, k, ab.Padding.from_mask(mask), 0)
+    scores = (q @ k.repeat_interleave(2, 1).mT).masked_fill(~mask[:, None, None], -torch.inf)
+    kept = scores >= scores.topk(4, dim=-1).values[..., -1:]
+    assert torch.equal(found.dense(5, 11), kept & mask[:, None, None])
+    assert found.index.shape == (2, 4, 5, 4) and (found.index[1] == -1).any()
+
+
+def test_enough_nearest_keys_are_cross_attention():
+    model, (given, _) = make("t5"), inputs("t5", "right")
+    wide = exactly(model)
+    truth, baseline = wide(**given).logits, model(**given).logits
+    hf.attach(model)
+    hf.set_relation(model, hf.NearestKeys(LENGTH, chunk=7), cross=True)
+    assert_no_worse("logits", model(**given).logits, baseline, truth)
+    hf.set_relation(model, hf.NearestKeys(2), cross=True)
+    few = model(**given).logits
+    assert (few - baseline).abs().max() > 100 * (baseline - truth).abs().max()
+    step = model.generate(**{k: v for k, v in given.items() if k != "decoder_input_ids"}, max_new_tokens=3)
+    assert step.shape == (2, 4)
+
+
+# -- what cannot be honoured ------------------------------------------------------------------------
+
+
+def test_what_is_not_understood_raises():
+    model = hf.attach(make("gpt2"))
+    module = model.transformer.h[0].attn
+    q = torch.randn(1, 4, 5, 8)
+    with pytest.raises(
+        NotImplementedError, match="cu_seq_lens_q: not understood by attnbias, got Tensor from GPT2"
+    ):
+        hf.attention_forward(module, q, q, q, None, cu_seq_lens_q=torch.zeros(3))
+    with pytest.raises(
+        NotImplementedError, match=r"attention_mask: wanted one made by attnbias, .* got Tensor \[1, 5\]"
+    ):
+        hf.attention_forward(module, q, q, q, torch.ones(1, 5))
+    with pytest.raises(
+        NotImplementedError, match="attention_mask: wanted one for 2 causal queries of 5 keys"
+    ):
+        hf.attention_forward(module, q[:, :, :2], q, q, None)
+    with pytest.raises(NotImplementedError, match="position_bias: wanted a tensor, got list"):
+        hf.attention_forward(module, q, q, q, None, position_bias=[1])
+
+
+def test_relations_that_do_not_fit_are_named():
+    model, (given, _) = make("gpt2"), inputs("gpt2", None)
+    hf.attach(model, ab.PerHead([ab.Full(), ab.Causal()]))
+    with pytest.raises(ValueError, match="relation: this PerHead has heads 2, got heads 4"):
+        model(**given)
+    hf.set_relation(model, ab.Graph([[0], [1]], num_nodes=9))
+    with pytest.raises(ValueError, match=f"relation: this Graph is for 9 keys, got k_len = {LENGTH}"):
+        model(**given)
+    with pytest.raises(
+        TypeError, match="relation: wanted a relation, a function of the layer or None, got 3"
+    ):
+        hf.set_relation(model, 3)
+    with pytest.raises(TypeError, match="relation: wanted the function to give relations or None, got 'x'"):
+        hf.set_relation(model, lambda layer: "x")
+    with pytest.raises(ValueError, match="model: found no cross-attention in GPT2LMHeadModel"):
+        hf.set_relation(model, ab.Full(), cross=True)
+    with pytest.raises(ValueError, match="count: wanted at least 1 key and chunk, got 0 and 4096"):
+        hf.NearestKeys(0)
+
+
+def test_other_versions_are_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
+    with pytest.raises(ImportError, match=r"huggingface: wanted transformers 5, got 4\.57\.1"):
+        hf.register()
