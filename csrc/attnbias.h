@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 // Grows with every change of a struct or of a function below; who loads the library compares it.
-#define AB_ABI_VERSION 3
+#define AB_ABI_VERSION 4
 
 enum ab_dtype { AB_FLOAT32 = 0, AB_BFLOAT16 = 1, AB_FLOAT16 = 2 };
 

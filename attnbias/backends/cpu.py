@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 name = "cpu"
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LARGEST = 256  # of E, and of D on edges
 LARGEST_SCORE = 1024  # of D on tiles
 FEW = 16  # queries that csrc/few.h takes at most, with scratch; a forward pass over more seldom needs any
