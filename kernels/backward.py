@@ -78,7 +78,7 @@ def _walk_keys(
         else:
             j = walk(tiles, t, STEPS)
         v = fetch(V, b, h, j, v_row, cols, k_len, COLS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
-        if SPEC.prefixes:
+        if SPEC.has_levels:
             at = j * COLS, k_row, cols, k_len
             pairs = levels, (first + levels[1] + rows)[:, None], (j * COLS + cols)[None, :]
             s, share, k = score_levels(q, K, *at, marks + t // STEPS, *pairs, inner, LOOP, SPEC)
@@ -102,7 +102,7 @@ def _walk_keys(
             store_diagonals(ds, d_terms[1], line, t, first // SPEC.rows, j, q_len, SPEC)
         if SPEC.is_capped:
             ds = ds * (1.0 - s * s)
-        if SPEC.prefixes:
+        if SPEC.has_levels:
             dq = add_levels(dq, ds, share, k, K, *at, *pairs, LOOP, SPEC)
         else:
             ds = ds.to(k.dtype)
@@ -159,7 +159,7 @@ def backward_query_kernel(
     D_COLUMNS: tl.constexpr = SPEC.d_columns
     STEPS: tl.constexpr = SPEC.tile // SPEC.cols
     listed, i, h, b = place(order, is_ordered, list_tiles, heads, ROWS, SPEC)
-    if not SPEC.prefixes:
+    if not SPEC.has_levels:
         begin, middle, end = bounds(
             group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len, STEPS
         )
@@ -171,7 +171,7 @@ def backward_query_kernel(
     k_row = SPEC.row_strides[0] if SPEC.row_strides[0] else k_strides[2]
     v_row = SPEC.row_strides[1] if SPEC.row_strides[1] else v_strides[2]
     q = head_of(Q, b, h, q_strides)
-    if SPEC.prefixes:
+    if SPEC.has_levels:
         q = load_own(q, i * ROWS, q_strides[2], rows, q_len, SPEC)
     else:
         q = load_rows(q, i * ROWS, q_strides[2], rows, q_len, SPEC.d, D_COLUMNS, True, SPEC)
@@ -183,9 +183,9 @@ def backward_query_kernel(
     lse2, delta = tl.load(LSE2 + at), tl.load(DELTA + at)
     patterns += (i % (SPEC.tile // ROWS)) * (ROWS * SPEC.tile // 32)
     drop = (tl.load(SEED), drop_above, q_start, regrow) if SPEC.has_dropout else None
-    dq = zero_chunks(ROWS, SPEC) if SPEC.prefixes else tl.zeros([ROWS, D_COLUMNS], tl.float32)
+    dq = zero_chunks(ROWS, SPEC) if SPEC.has_levels else tl.zeros([ROWS, D_COLUMNS], tl.float32)
     for PART in tl.static_range(len(SPEC.loops)):
-        if SPEC.prefixes:
+        if SPEC.has_levels:
             low, high = class_bounds(
                 *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len),
                 STEPS,
@@ -226,7 +226,7 @@ def backward_query_kernel(
             SPEC,
         )
     base = head_of(DQ, b, h, dq_strides)
-    if SPEC.prefixes:
+    if SPEC.has_levels:
         store_chunks(base, i * ROWS, dq_strides[2], rows, q_len, dq, scale, SPEC)
     else:
         store_rows(base, i * ROWS, dq_strides[2], rows, q_len, dq * scale, SPEC.d, D_COLUMNS, SPEC)
@@ -274,12 +274,12 @@ def _walk_queries(
             following = walk(tiles, t + 1, STEPS)
         else:
             j = walk(tiles, t, STEPS)
-        if not SPEC.prefixes:
+        if not SPEC.has_levels:
             q = fetch(Q, b, h, j, q_row, rows, q_len, ROWS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
         grad = fetch(GRAD_OUT, b, h, j, grad_row, rows, q_len, ROWS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
         lse2, delta = tl.load(LSE2 + j * ROWS + rows), tl.load(DELTA + j * ROWS + rows)
         # [cols, rows]: transposed, as the patterns are.
-        if SPEC.prefixes:
+        if SPEC.has_levels:
             at = j * ROWS, q_row, rows, q_len
             pairs = levels, (j * ROWS + levels[1] + rows)[None, :], (first + cols)[:, None]
             s, share, q = score_levels(k, Q, *at, marks + t // STEPS, *pairs, inner, LOOP, SPEC)
@@ -306,7 +306,7 @@ def _walk_queries(
                 d_key_bias += tl.sum(ds, 1)
             if SPEC.is_capped:
                 ds = ds * (1.0 - s * s)
-            if SPEC.needs_k and SPEC.prefixes:
+            if SPEC.needs_k and SPEC.has_levels:
                 dk = add_levels(dk, ds, share, q, Q, *at, *pairs, LOOP, SPEC)
             elif SPEC.needs_k:
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=SPEC.precision)
@@ -371,7 +371,7 @@ def backward_key_kernel(
     listed, i, kh, b = place(order, is_ordered, list_tiles, key_heads, COLS, SPEC)
     cols = tl.arange(0, COLS)
     k = head_of(K, b, kh, k_strides)
-    if SPEC.prefixes:
+    if SPEC.has_levels:
         k = load_own(k, i * COLS, k_strides[2], cols, k_len, SPEC)
     else:
         k = load_rows(k, i * COLS, k_strides[2], cols, k_len, SPEC.d, D_COLUMNS, True, SPEC)
@@ -383,18 +383,18 @@ def backward_key_kernel(
     grad_row = SPEC.row_strides[1] if SPEC.row_strides[1] else grad_strides[2]
     patterns += (i % (SPEC.tile // COLS)) * (COLS * SPEC.tile // 32)
     drop = (tl.load(SEED), drop_above, q_start, regrow) if SPEC.has_dropout else None
-    dk = zero_chunks(COLS, SPEC) if SPEC.prefixes else tl.zeros([COLS, D_COLUMNS], tl.float32)
+    dk = zero_chunks(COLS, SPEC) if SPEC.has_levels else tl.zeros([COLS, D_COLUMNS], tl.float32)
     dv = tl.zeros([COLS, E_COLUMNS], tl.float32)
     for number in tl.range(0, share):
         h = kh * share + number
-        if not SPEC.prefixes:
+        if not SPEC.has_levels:
             begin, middle, end = bounds(
                 group, group_b, group_h, ptr, b, h, listed, list_tiles, i * COLS < k_len, STEPS
             )
         at = (b * (key_heads * share) + h).to(tl.int64) * (tl.cdiv(q_len, PADDING) * PADDING)
         d_key_bias = tl.zeros([COLS], tl.float32)
         for PART in tl.static_range(len(SPEC.loops)):
-            if SPEC.prefixes:
+            if SPEC.has_levels:
                 low, high = class_bounds(
                     *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * COLS < k_len),
                     STEPS,
@@ -438,7 +438,7 @@ def backward_key_kernel(
             tl.store(D_KEY_BIAS + at, d_key_bias, mask=i * COLS + cols < k_len)
     if SPEC.needs_k:
         base = head_of(DK, b, kh, dk_strides)
-        if SPEC.prefixes:
+        if SPEC.has_levels:
             store_chunks(base, i * COLS, dk_strides[2], cols, k_len, dk, scale, SPEC)
         else:
             store_rows(base, i * COLS, dk_strides[2], cols, k_len, dk * scale, SPEC.d, D_COLUMNS, SPEC)

@@ -114,9 +114,11 @@ class Spec(NamedTuple):
     needs_k: bool = False
     needs_v: bool = False
     needs_key_bias: bool = False
-    prefixes: tuple[int, ...] = ()  # of a multi-level score, see levels.py; empty = the dot product
+    has_levels: bool = False  # a multi-level score, see levels.py
+    prefixes: tuple[int, ...] = ()
     per_pair: bool = False  # divide by the number of levels that a pair shares
     chunks: tuple[tuple[int, int], ...] = ()
+    pieces: tuple[Any, ...] = ()
     loops: tuple[Any, ...] = ((0, 0, 0, False), (0, 0, 0, True))  # full tiles, partial tiles
 
 

@@ -96,7 +96,7 @@ def _walk_keys(
             following = walk(tiles, t + 1, STEPS)
         else:
             j = walk(tiles, t, STEPS)
-        if SPEC.prefixes:
+        if SPEC.has_levels:
             at = j * COLS, k_row, cols, k_len
             pairs = levels, (first + levels[1] + rows)[:, None], (j * COLS + cols)[None, :]
             s, _, _ = score_levels(q, K, *at, marks + t // STEPS, *pairs, inner, LOOP, SPEC)
@@ -163,7 +163,7 @@ def forward_kernel(
     E_COLUMNS: tl.constexpr = SPEC.e_columns
     STEPS: tl.constexpr = SPEC.tile // SPEC.cols
     listed, i, h, b = place(order, is_ordered, list_tiles, heads, ROWS, SPEC)
-    if not SPEC.prefixes:
+    if not SPEC.has_levels:
         begin, middle, end = bounds(
             group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len, STEPS
         )
@@ -175,7 +175,7 @@ def forward_kernel(
     k_row = SPEC.row_strides[0] if SPEC.row_strides[0] else k_strides[2]
     v_row = SPEC.row_strides[1] if SPEC.row_strides[1] else v_strides[2]
     q = head_of(Q, b, h, q_strides)
-    if SPEC.prefixes:
+    if SPEC.has_levels:
         q = load_own(q, i * ROWS, q_strides[2], rows, q_len, SPEC)
     else:
         q = load_rows(q, i * ROWS, q_strides[2], rows, q_len, SPEC.d, SPEC.d_columns, True, SPEC)
@@ -187,7 +187,7 @@ def forward_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, E_COLUMNS], tl.float32)
     for PART in tl.static_range(len(SPEC.loops)):
-        if SPEC.prefixes:
+        if SPEC.has_levels:
             low, high = class_bounds(
                 *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len),
                 STEPS,

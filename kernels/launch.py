@@ -127,8 +127,8 @@ def _spec(config: Config, target: Target, tile: int, walked: Walked, present: di
         packed=config.packed,
         by_fma=config.by_fma,
         # The gradients of terms are sums of float32 dS; levels read parts of rows.
-        half=config.half and not present["has_terms"] and "prefixes" not in present,
-        tma=config.tma and "prefixes" not in present and _can_describe(first) and _can_describe(second),
+        half=config.half and not present["has_terms"] and "has_levels" not in present,
+        tma=config.tma and "has_levels" not in present and _can_describe(first) and _can_describe(second),
         row_strides=(first.stride(2), second.stride(2)) if config.fixed else (0, 0),
         is_wide=any(x.stride(2) >= WIDE_ROW for x in (first, second, *walked.others)),
         shift=0 if 100 <= target.arch < 120 else 6,  # a thread of tcgen05 owns a row, not column pairs

@@ -7,9 +7,11 @@ multiplied by itself and added where the pair shares it. Queries come divided by
 """
 # Triton gives kernels their types, from the arguments of a launch.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: RUF005 - Triton adds tuples, and does not unpack them in others
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import triton
@@ -28,6 +30,16 @@ class Loop(NamedTuple):
     first: int
     stop: int
     is_partial: bool
+
+
+class Piece(NamedTuple):
+    """What a chunk has of a level."""
+
+    level: int
+    chunk: int
+    low: int  # dims
+    high: int
+    is_first: bool  # of its level
 
 
 class Levels(NamedTuple):
@@ -49,10 +61,12 @@ class Levels(NamedTuple):
             return {}
         chunks = cut(self.prefixes[-1])
         return {
+            "has_levels": True,
             "prefixes": self.prefixes,
             "per_pair": self.per_pair,
             "chunks": chunks,
             "loops": loops(self.prefixes, chunks),
+            "pieces": pieces(self.prefixes, chunks),
         }
 
 
@@ -85,6 +99,22 @@ def loops(prefixes: tuple[int, ...], chunks: tuple[tuple[int, int], ...]) -> tup
         for count in sorted(set(needed))
     ]
     return *found, Loop(len(chunks), len(needed), len(needed) + 1, True)
+
+
+def pieces(prefixes: tuple[int, ...], chunks: tuple[tuple[int, int], ...]) -> tuple[Piece, ...]:
+    """Each level cut by the chunks.
+
+    Example:
+        >>> [tuple(piece) for piece in pieces((8, 24), cut(24))]
+        [(0, 0, 0, 8, True), (1, 0, 8, 16, True), (1, 1, 16, 24, False)]
+    """
+    found = []
+    for level, (low, high) in enumerate(pairwise((0, *prefixes))):
+        for i, (first, columns) in enumerate(chunks):
+            piece = Piece(level, i, max(low, first), min(high, first + columns), first <= low)
+            if piece.low < piece.high:
+                found.append(piece)
+    return tuple(found)
 
 
 @triton.jit
@@ -130,8 +160,15 @@ def load_chunks(
     chunks = ()
     for i in tl.static_range(COUNT):
         x = load_chunk(base, first, row, rows, length, 0, high, SPEC.chunks[i], CHECKED, SPEC)
-        chunks = (*chunks, x)
+        chunks = chunks + (x,)
     return chunks
+
+
+@triton.jit
+def load_piece(base, first, row, rows, length, PIECE: tl.constexpr, SPEC: tl.constexpr):
+    """Rows of one piece of a level, with zeros up to its chunk."""
+    CHUNK: tl.constexpr = SPEC.chunks[PIECE[1]]
+    return load_chunk(base, first, row, rows, length, PIECE[2], PIECE[3], CHUNK, True, SPEC)
 
 
 @triton.jit
@@ -140,7 +177,7 @@ def load_own(base, first, row, rows, length, SPEC: tl.constexpr):
     chunks = ()
     for i in tl.static_range(len(SPEC.chunks)):
         x = load_chunk(base, first, row, rows, length, 0, SPEC.d, SPEC.chunks[i], True, SPEC)
-        chunks = (*chunks, -x if SPEC.is_negated else x)
+        chunks = chunks + (-x if SPEC.is_negated else x,)
     return chunks
 
 
@@ -169,28 +206,17 @@ def shares_level(levels, LEVEL: tl.constexpr, q, k):
 
 
 @triton.jit
-def depth_of(levels, q, k, SPEC: tl.constexpr):
-    """How many levels each pair shares."""
-    depth = (q + k) * 0
-    for level in tl.static_range(len(SPEC.prefixes)):
-        depth += shares_level(levels, level, q, k).to(tl.int32)
-    return depth
-
-
-@triton.jit
 def score_mixed(x, base, first, row, rows, length, levels, q, k, SPEC: tl.constexpr):
-    """Products of each pair over the levels that it shares."""
-    s = (q + k) * 0.0
-    for level in tl.static_range(len(SPEC.prefixes)):
-        part = (q + k) * 0.0
-        low: tl.constexpr = SPEC.prefixes[level - 1] if level else 0
-        high: tl.constexpr = SPEC.prefixes[level]
-        for i in tl.static_range(len(SPEC.chunks)):
-            if (SPEC.chunks[i][0] < high) and (SPEC.chunks[i][0] + SPEC.chunks[i][1] > low):
-                y = load_chunk(base, first, row, rows, length, low, high, SPEC.chunks[i], True, SPEC)
-                part = tl.dot(x[i], y.T, part, input_precision=SPEC.precision)
-        s = tl.where(shares_level(levels, level, q, k), s + part, s)
-    return s
+    """Products of each pair over the levels that it shares, and their number."""
+    s, depth = (q + k) * 0.0, (q + k) * 0
+    for n in tl.static_range(len(SPEC.pieces)):
+        y = load_piece(base, first, row, rows, length, SPEC.pieces[n], SPEC)
+        part = tl.dot(x[SPEC.pieces[n][1]], y.T, input_precision=SPEC.precision)
+        shared = shares_level(levels, SPEC.pieces[n][0], q, k)
+        s = tl.where(shared, s + part, s)
+        if SPEC.pieces[n][4]:
+            depth += shared.to(tl.int32)
+    return s, depth
 
 
 @triton.jit
@@ -201,15 +227,15 @@ def score_levels(
 
     Returns the scores, what a pair's products were multiplied by, and the walked chunks of a full tile.
     """
+    COUNT: tl.constexpr = LOOP[0]
     if LOOP[3]:
-        depth = depth_of(levels, q, k, SPEC)
         y = ()
-        s = score_mixed(x, base, first, row, rows, length, levels, q, k, SPEC)
+        s, depth = score_mixed(x, base, first, row, rows, length, levels, q, k, SPEC)
     else:
         depth = tl.load(mark)
-        y = load_chunks(base, first, row, rows, length, prefix_of(depth, SPEC), LOOP[0], False, SPEC)
+        y = load_chunks(base, first, row, rows, length, prefix_of(depth, SPEC), COUNT, False, SPEC)
         s = tl.dot(x[0], y[0].T, input_precision=SPEC.precision)
-        for i in tl.static_range(1, LOOP[0]):
+        for i in tl.static_range(1, COUNT):
             s = tl.dot(x[i], y[i].T, s, input_precision=SPEC.precision)
     share = 1.0 / tl.maximum(depth, 1).to(tl.float32) if SPEC.per_pair else 1.0
     if SPEC.per_pair:
@@ -230,17 +256,22 @@ def add_levels(
     for i in tl.static_range(len(SPEC.chunks)):
         total = sums[i]
         if LOOP[3]:
-            for level in tl.static_range(len(SPEC.prefixes)):
-                low: tl.constexpr = SPEC.prefixes[level - 1] if level else 0
-                high: tl.constexpr = SPEC.prefixes[level]
-                if (SPEC.chunks[i][0] < high) and (SPEC.chunks[i][0] + SPEC.chunks[i][1] > low):
-                    z = load_chunk(base, first, row, rows, length, low, high, SPEC.chunks[i], True, SPEC)
-                    kept = tl.where(shares_level(levels, level, q, k), ds, 0.0).to(z.dtype)
+            for n in tl.static_range(len(SPEC.pieces)):
+                if SPEC.pieces[n][1] == i:
+                    z = load_piece(base, first, row, rows, length, SPEC.pieces[n], SPEC)
+                    kept = tl.where(shares_level(levels, SPEC.pieces[n][0], q, k), ds, 0.0).to(z.dtype)
                     total = tl.dot(kept, z, total, input_precision=SPEC.precision)
         elif i < LOOP[0]:
             total = tl.dot(ds.to(y[i].dtype), y[i], total, input_precision=SPEC.precision)
-        out = (*out, total)
+        out = out + (total,)
     return out
+
+
+@triton.jit
+def zero_chunk(COUNT: tl.constexpr, CHUNK: tl.constexpr):
+    """Sums of one chunk for COUNT rows."""
+    COLUMNS: tl.constexpr = CHUNK[1]
+    return tl.zeros([COUNT, COLUMNS], tl.float32)
 
 
 @triton.jit
@@ -248,7 +279,7 @@ def zero_chunks(COUNT: tl.constexpr, SPEC: tl.constexpr):
     """Sums of all chunks for COUNT rows."""
     out = ()
     for i in tl.static_range(len(SPEC.chunks)):
-        out = (*out, tl.zeros([COUNT, SPEC.chunks[i][1]], tl.float32))
+        out = out + (zero_chunk(COUNT, SPEC.chunks[i]),)
     return out
 
 
