@@ -198,9 +198,9 @@ def pyg(case: Case) -> Attend:
 
 def torch_sparse(case: Case) -> Attend:
     """Torch's sparse products and a softmax by scattering, head by head; takes dense heads [1, H, N, D]."""
-    nodes, edge_index = case.tokens, _edges(case)
     if case.device != "cpu":
         raise CannotRunError("is written for CPUs alone")
+    nodes, edge_index = case.tokens, _edges(case)
     column, row = (x.contiguous() for x in edge_index[:, edge_index[1].argsort(stable=True)])
     ptr, scale = torch.searchsorted(row, torch.arange(nodes + 1)), case.size**-0.5
 

@@ -14,6 +14,7 @@ from .bound import Bound
 from .edges import Edges
 from .intervals import Intervals, Ints, count_groups, pointer
 from .layout import FIELDS, SIZES, VERSION, Form, Layout, field_offsets, field_shapes
+from .levels import add_levels
 from .predicate import Predicate
 from .tiles import (
     Tiling,
@@ -27,6 +28,7 @@ from .tiles import (
 )
 
 if TYPE_CHECKING:
+    from ..multilevel import MultiLevel
     from ..relations.relation import Relation
 
 ExactForm = Intervals | Edges | Predicate
@@ -87,6 +89,7 @@ def build_layout(
     tile: int | None,
     batch: int | None,
     heads: int | None,
+    score: MultiLevel | None = None,
 ) -> Layout:
     """See :meth:`Layout.build`."""
     if form not in ("auto", "tiles", "edges"):
@@ -100,11 +103,18 @@ def build_layout(
         )
     device = torch.device(device)
     start = k_len - q_len if q_start == "end" else q_start
+    if score is not None:
+        if form == "edges":
+            raise ValueError("form: wanted 'tiles' or 'auto' with a multi-level score, got 'edges'")
+        form = "tiles"
     bound = relation.bind(q_len, k_len, start, batch=batch, heads=heads, device=str(device))
     if form == "tiles" and bound.edges is not None:
         bound = _without_edges(relation, bound, start)
     tiling, edges = _choose(bound, form, tile, costs_of(device))
-    return _assemble(tiling, edges, bound.group, start).trust().to(device)
+    layout = _assemble(tiling, edges, bound.group, start)
+    if score is not None:
+        layout = add_levels(layout, score.bind(q_len, k_len, start))
+    return layout.trust().to(device)
 
 
 def _without_edges(relation: Relation, bound: Bound, q_start: int) -> Bound:
