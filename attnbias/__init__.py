@@ -2,9 +2,10 @@
 
 from . import testing
 from .dispatch import use_backend
-from .explain import explain, verify
+from .explanation import explain, verify
 from .layouts import Layout, layout_cache
 from .merge import merge
+from .multilevel import MultiLevel
 from .ops import attention
 from .relations import (
     Bipartite,
@@ -54,6 +55,7 @@ __all__ = [
     "GridBias",
     "KeyBias",
     "Layout",
+    "MultiLevel",
     "Neighborhood",
     "Neighbors",
     "Padding",

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import dispatch
 from .backends.strides import empty_like_query
 from .layouts.layout import Layout
+from .multilevel import MultiLevel
 from .problem import Call, Problem, fit_edges
 from .relations import from_key
 from .scores import MadeScore
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from .relations.relation import Relation
     from .terms import Term
 
-# ``spec``: its first line is for the backend. A call traced with a relation adds two, the layout's
-# form and the relation's key; the layout is then looked up when the op runs.
+# ``spec``: its first line is for the backend: the parts of the terms, and behind a "|" the key of a score
+# that is not the dot product. A call traced with a relation adds two, the layout's form and the relation's
+# key; the layout is then looked up when the op runs.
 # ``backend``: a name; behind a "?" it has yet to be asked whether it can run ("?" alone: choose).
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor layout, Tensor where, Tensor[] terms, Tensor? sink, "
@@ -86,7 +88,7 @@ def attention(
 
     It equals this PyTorch, without the [Q, K] scores in memory or the unrelated ones computed::
 
-        scores = scale * query @ key.mT                                # [B, H, Q, K]
+        scores = scale * query @ key.mT                                # [B, H, Q, K], or by ``score``
         scores = softcap * tanh(scores / softcap) + sum of the terms
         scores = scores.masked_fill(~relation.dense(Q, K), -inf)
         lse = logsumexp([scores, sink], dim=-1)                        # [B, H, Q]
@@ -103,7 +105,7 @@ def attention(
         relation: which query attends to which key; a Layout is a relation made ready for these
             lengths. None relates every pair.
         terms: values added to the scores of related pairs, such as a bias by distance.
-        score: None, the dot product, or an ``AdditiveScore`` in its place.
+        score: None, the dot product, or an ``AdditiveScore`` or ``MultiLevel`` in its place.
         scale: factor of the score; if None, D**-0.5 for the dot product and 1 for others.
         softcap: bound on the scores; None or 0 is off.
         sink: [H], a logit that takes its share of each softmax and has no value.
@@ -188,6 +190,7 @@ def layout_of(problem: Problem) -> Layout:
         form=problem.form,
         batch=B,
         heads=H,
+        score=problem.score if isinstance(problem.score, MultiLevel) else None,
     )
 
 
@@ -220,8 +223,11 @@ def _call(
     names, parts = make_parts(problem.terms, problem.sizes) if problem.terms else ("", [])
     if problem.score is not None:
         assert not isinstance(problem.score, MadeScore)
-        word, tensors = problem.score.make(problem.sizes, problem.query.shape[3])
-        names, parts = f"{word} {names}".rstrip(), tensors + parts
+        if isinstance(problem.score, MultiLevel):
+            names = f"{names}|{problem.score.key}"
+        else:
+            word, tensors = problem.score.make(problem.sizes, problem.query.shape[3])
+            names, parts = f"{word} {names}".rstrip(), tensors + parts
     return op(
         problem.query,
         problem.key,
@@ -267,6 +273,8 @@ def _prepare(
 ) -> tuple[Call, dispatch.InOp]:
     """Make what the backend gets from the op's arguments; a traced call is checked only now."""
     words, _, wanted = spec.partition("\n")
+    words, _, levels = words.partition("|")
+    score = MultiLevel.from_key(levels) if levels else None
     if wanted:
         form, _, name = wanted.partition("\n")
         B, H, Q, _ = query.shape
@@ -278,6 +286,7 @@ def _prepare(
             form=cast("Form", form),
             batch=B,
             heads=H,
+            score=score,
         )
     else:
         layout = Layout(buffer, where)
@@ -287,6 +296,7 @@ def _prepare(
             key,
             value,
             layout,
+            score=score,
             scale=scale,
             softcap=softcap,
             sink=sink,
@@ -295,12 +305,12 @@ def _prepare(
         )
         problem.terms = tuple(MadePart(word) for word in words.split() if "=" not in word)
         scores = [MadeScore(word) for word in words.split() if "=" in word]
-        problem.score = scores[0] if scores else None
+        problem.score = scores[0] if scores else score
         if problem.form == "edges":
             named = zip(words.split(), terms, strict=False)
             fit_edges(problem, [len(x) for word, x in named if word == "edge"])
         backend = dispatch.choose(problem, backend[1:] or None, dispatch.IN_OP)
-    call = Call(query, key, value, layout, tuple(terms), sink, seed, scale, softcap, dropout_p, words)
+    call = Call(query, key, value, layout, tuple(terms), sink, seed, scale, softcap, dropout_p, words, score)
     return call, dispatch.IN_OP[backend]
 
 

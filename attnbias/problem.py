@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .layouts.layout import Layout
-from .relations import Full
+from .multilevel import MultiLevel
+from .relations import Full, Graph, Neighbors
 from .relations.listing import count_edges
 from .relations.relation import Relation
 from .scores import AdditiveScore, MadeScore
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 
 DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
+LARGEST_ON_EDGES = 256  # head size: larger ones are for tiles, unless the relation is a graph
+
 _FULL = Full()
 
-Score = AdditiveScore
+Score = AdditiveScore | MultiLevel
 
 
 class Options(TypedDict, total=False):
@@ -52,7 +55,7 @@ class Problem:
         value: [B, Hk, K, E] or [Hk, K, E].
         relation: a Relation, a Layout, or None for ``Full()``.
         terms: score terms, added in this order.
-        score: None, the dot product, or an ``AdditiveScore``.
+        score: None, the dot product, an ``AdditiveScore`` or a ``MultiLevel``.
         scale: factor of the score; None is ``D**-0.5`` for the dot product, else 1.
         softcap: c of ``c * tanh(score / c)``; None or 0 is off.
         sink: one more logit per head, without a value, [H].
@@ -147,7 +150,8 @@ class Problem:
         elif isinstance(relation, Layout):
             self.layout = relation
             if not torch.compiler.is_compiling():
-                fit_layout(relation, query, key, self.q_start)
+                levels = score if isinstance(score, MultiLevel) else None
+                fit_layout(relation, query, key, self.q_start, levels)
         else:
             raise TypeError(_not_a_relation(relation))
         if self.form == "edges" and not torch.compiler.is_compiling():
@@ -157,7 +161,10 @@ class Problem:
     def form(self) -> Form:
         """How a relation is laid out: what has a number for each edge, or no tile kernel, needs edges."""
         parts = (term.part for term in self.terms if isinstance(term, KernelTerm))
-        return "auto" if self.score is None and "edge" not in parts else "edges"
+        if "edge" in parts or not (self.score is None or isinstance(self.score, MultiLevel)):
+            return "edges"
+        is_graph = isinstance(self.relation, (Graph, Neighbors))
+        return "tiles" if self.query.shape[3] > LARGEST_ON_EDGES and not is_graph else "auto"
 
     @property
     def sizes(self) -> Sizes:
@@ -185,6 +192,7 @@ class Call:
         "layout",
         "query",
         "scale",
+        "score",
         "seed",
         "sink",
         "softcap",
@@ -206,6 +214,7 @@ class Call:
         softcap: float,
         dropout_p: float,
         spec: str,
+        score: MultiLevel | None = None,
     ) -> None:
         self.query = query
         self.key = key
@@ -218,6 +227,7 @@ class Call:
         self.softcap = softcap
         self.dropout_p = dropout_p
         self.spec = spec
+        self.score = score  # its levels are those of the layout
 
     @property
     def additive(self) -> tuple[Tensor, float] | None:
@@ -237,8 +247,10 @@ class Call:
         return self.terms[len(self.spec.split()) :]
 
 
-def fit_layout(layout: Layout, query: Tensor, key: Tensor, q_start: int) -> None:
-    """Raise unless a layout is for these tensors and this q_start."""
+def fit_layout(
+    layout: Layout, query: Tensor, key: Tensor, q_start: int, score: MultiLevel | None = None
+) -> None:
+    """Raise unless a layout is for these tensors, this q_start and this score."""
     B, H, Q, _ = query.shape
     layout.check(Q, key.shape[2], B, H)
     if layout.sizes["q_start"] != q_start:
@@ -246,6 +258,13 @@ def fit_layout(layout: Layout, query: Tensor, key: Tensor, q_start: int) -> None
             f"q_start: this layout was built with q_start={layout.q_start}, got {q_start}; "
             "pass the same value to layout() and attention()"
         )
+    if score is not None or layout.sizes["classes"] != 2:
+        wanted = None if score is None else score.bind(Q, key.shape[2], q_start)
+        if layout.levels != wanted:
+            raise ValueError(
+                f"score: this layout was built for the levels {layout.levels}, the score has {wanted}; "
+                "pass the same score to layout() and attention()"
+            )
     if layout.buffer.device != query.device:
         raise ValueError(
             f"relation: wanted a layout on the query's device, {query.device}, "
@@ -277,9 +296,10 @@ def fit_edges(problem: Problem, counts: Sequence[int]) -> None:
         )
 
 
-def _check_score(score: Score | None) -> Score | None:
-    if score is not None and not isinstance(score, Score):
-        raise TypeError(f"score: wanted None (the dot product) or an AdditiveScore, got {_kind(score)}")
+def _check_score(score: object) -> Score | None:
+    if score is not None and not isinstance(score, (AdditiveScore, MultiLevel)):
+        wanted = "None (the dot product), an AdditiveScore or a MultiLevel"
+        raise TypeError(f"score: wanted {wanted}, got {_kind(score)}")
     return score
 
 

@@ -249,7 +249,9 @@ def _draw_edges(seed: int, *, plain: bool, small: bool) -> Drawn:
     return Drawn(seed, inputs, relation, options, rng.choice([None, "edges"]))
 
 
-def check(seed: int, backend: str | None, *, small: bool = False) -> tuple[Drawn, list[str], bool]:
+def check(
+    seed: int, backend: str | None, *, small: bool = False, device: torch.device | str = "cpu"
+) -> tuple[Drawn, list[str], bool]:
     """Draw a problem and compare; without its options if the backend refuses them.
 
     Returns:
@@ -260,14 +262,16 @@ def check(seed: int, backend: str | None, *, small: bool = False) -> tuple[Drawn
     """
     drawn = draw(seed, small=small)
     try:
-        return drawn, compare(drawn, backend), False
+        return drawn, compare(drawn, backend, device), False
     except NotImplementedError:
         drawn = draw(seed, small=small, plain=True)
-        return drawn, compare(drawn, backend), True
+        return drawn, compare(drawn, backend, device), True
 
 
-def compare(drawn: Drawn, backend: str | None = None) -> list[str]:
+def compare(drawn: Drawn, backend: str | None = None, device: torch.device | str = "cpu") -> list[str]:
     """What is wrong with a backend's results and gradients, a line each; empty = nothing.
+
+    The backend computes on ``device``, the textbook on the CPU.
 
     Raises:
         NotImplementedError: if the backend refuses the problem.
@@ -278,7 +282,7 @@ def compare(drawn: Drawn, backend: str | None = None) -> list[str]:
     relation: Any = drawn.relation
     if drawn.form:
         sizes_given = {"q_start": options["q_start"], "batch": batch, "heads": heads}
-        relation = relation.layout(q_len, k_len, form=drawn.form, **sizes_given)
+        relation = relation.layout(q_len, k_len, form=drawn.form, device=device, **sizes_given)
     generator = torch.Generator().manual_seed(drawn.seed)
     wanted = (
         # Rounded first, so that every precision sees the same numbers.
@@ -292,9 +296,10 @@ def compare(drawn: Drawn, backend: str | None = None) -> list[str]:
         options,
         wanted,
         query.dtype,
+        device,
     )
     torch.manual_seed(drawn.seed)  # the dropout seed is the call's first and only draw
-    seed = torch.randint(0, 2**63 - 1, (1,)) if options.get("dropout_p") else None
+    seed = torch.randint(0, 2**63 - 1, (1,), device=device).cpu() if options.get("dropout_p") else None
     counts = _counts(drawn, batch, heads, q_len, k_len)
     first = k_len - q_len if options["q_start"] == "end" else options["q_start"]
 
@@ -315,6 +320,9 @@ def compare(drawn: Drawn, backend: str | None = None) -> list[str]:
     eager = _results(textbook, drawn.inputs, options, wanted, query.dtype)
     oracle = _results(textbook, drawn.inputs, options, wanted, torch.float64)
     sizes, factors = _sizes(drawn, wanted, oracle[0])
+    # A pair of n edges is added n times, with the same error of half a step each time; eager adds it once.
+    most = float(counts.max()) if counts.numel() else 1.0
+    sizes = {name: size * max(1.0, most / 2) for name, size in sizes.items()}
     names = [*RESULTS[: 6 if "sink" in options else 5], *(f"term {i}" for i in range(len(factors)))]
     if "weight" in sizes:
         names.append("weight")
@@ -372,30 +380,33 @@ def _results(
     options: dict[str, Any],
     wanted: tuple[Tensor, Tensor],
     dtype: torch.dtype,
+    device: torch.device | str = "cpu",
 ) -> list[Tensor]:
-    """Results and gradients of a call on copies of the inputs in the given dtype."""
-    leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    """Results and gradients, on the CPU, of a call on copies of the inputs in the given dtype."""
+    leaves = [x.detach().to(device, dtype).requires_grad_() for x in inputs]
     extra = dict(options)
     if "sink" in extra:
-        extra["sink"] = extra["sink"].detach().to(dtype).requires_grad_()
+        extra["sink"] = extra["sink"].detach().to(device, dtype).requires_grad_()
         leaves.append(extra["sink"])
     terms = []
     for term in options.get("terms", ()):
         if isinstance(term, KernelTerm):
-            leaves.append(_leaf(term).detach().to(dtype).requires_grad_())
+            leaves.append(_leaf(term).detach().to(device, dtype).requires_grad_())
             terms.append(replace(term, **{fields(term)[0].name: leaves[-1]}))  # type: ignore[type-var,arg-type]
         else:
             terms.append(term)
     extra["terms"] = terms
     score = options.get("score")
     if score is not None and score.weight is not None:
-        leaves.append(score.weight.detach().to(dtype).requires_grad_())
+        leaves.append(score.weight.detach().to(device, dtype).requires_grad_())
         extra["score"] = replace(score, weight=leaves[-1])
-    if dtype == inputs[0].dtype:  # keep strides and the NaNs around
-        leaves[:3] = [x.detach().requires_grad_() for x in inputs]
+    if dtype == inputs[0].dtype:  # keep strides and, on the CPU, the NaNs around
+        leaves[:3] = [x.detach().to(device).requires_grad_() for x in inputs]
     out, lse = call(*leaves[:3], extra)
     exists = ~lse.detach().isinf()  # the gradient at an empty row's -inf has no meaning
-    total = (out * wanted[0].to(out.dtype)).sum() + (lse[exists] * wanted[1].to(lse.dtype)[exists]).sum()
+    d_out, d_lse = wanted[0].to(out), wanted[1].to(lse)
+    total = (out * d_out).sum() + (lse[exists] * d_lse[exists]).sum()
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
     zero = [torch.zeros_like(x) for x in leaves]
-    return [out, lse, *(z if g is None else g for g, z in zip(grads, zero, strict=True))]
+    found = [out, lse, *(z if g is None else g for g, z in zip(grads, zero, strict=True))]
+    return [x.cpu() for x in found]

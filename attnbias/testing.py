@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import relations as ab_relations
+from .multilevel import MultiLevel
 from .philox import keep_mask
 from .relations import Relation
 from .scores import AdditiveScore
@@ -160,7 +161,7 @@ def eager(
     *,
     counts: Tensor | None = None,
     terms: Sequence[Term] = (),
-    score: AdditiveScore | None = None,
+    score: AdditiveScore | MultiLevel | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sink: Tensor | None = None,
@@ -179,9 +180,9 @@ def eager(
         mask: bool, broadcasts to [B, H, Q, K]; True = may attend.
         counts: how often each pair counts, broadcasts likewise; 0 = unrelated.
         terms: objects whose ``value(b, h, q, k)`` is added to the score.
-        score: None, the dot product, or an ``AdditiveScore``.
-        scale: factor of the score; None is D**-0.5 for the dot product, else 1.
-        softcap: bound c of the scaled scores, c * tanh(score / c); 0 is off.
+        score: what takes the place of the dot product.
+        scale: factor of the dot products, D**-0.5 when None; of a ``score`` 1.
+        softcap: bound c of the scaled products, c * tanh(score / c); 0 is off.
         sink: [H], a further logit without a value.
         dropout_p: share of the pairs dropped after the softmax.
         seed: int64 of one element, for dropout.
@@ -201,9 +202,14 @@ def eager(
     q = torch.arange(q_start, q_start + Q, device=device)[None, None, :, None]
     k = torch.arange(K, device=device)[None, None, None, :]
     if score is None:
-        scores = _product(query, key.mT) * (D**-0.5 if scale is None else scale)
+        scores = _product(query, key.mT)
+    elif isinstance(score, MultiLevel):
+        levels = score.bind(Q, K, q_start)
+        scores = score.compare(levels, q, k, lambda dims: _product(query[..., dims], key[..., dims].mT))
     else:
-        scores = score.pairs(h, query[:, :, :, None], key[:, :, None]) * (1.0 if scale is None else scale)
+        scores = score.pairs(h, query[:, :, :, None], key[:, :, None])
+    usual = D**-0.5 if score is None else 1.0
+    scores = scores * (usual if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     for term in terms:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .backends import reference
+from .multilevel import MultiLevel
 from .ops import attention
 from .problem import Problem
 from .relations.listing import count_edges
@@ -147,8 +148,14 @@ def _weigh(
     b, h = b[:, None], h[:, None]
     share = problem.query.shape[1] // problem.key.shape[1]
     query, key = problem.query[b, h, row].to(lse.dtype), problem.key[b, h // share, keys].to(lse.dtype)
-    assert not isinstance(problem.score, MadeScore)  # that is for backends behind the op
-    scores = (query * key).sum(-1) if problem.score is None else problem.score.pairs(h, query, key)
+    score = problem.score
+    assert not isinstance(score, MadeScore)  # that is for backends behind the op
+    if isinstance(score, MultiLevel):
+        levels = score.bind(problem.query.shape[2], problem.key.shape[2], problem.q_start)
+        positions = row + problem.q_start, keys
+        scores = score.compare(levels, *positions, lambda dims: (query[..., dims] * key[..., dims]).sum(-1))
+    else:
+        scores = (query * key).sum(-1) if score is None else score.pairs(h, query, key)
     scores = scores * problem.scale
     if problem.softcap:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)

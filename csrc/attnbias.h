@@ -3,8 +3,8 @@
 // Sizes are those of attention(query [B, H, Q, D], key [B, Hk, K, D], value [B, Hk, K, E]); query head h
 // reads key head h / (H / Hk). The score of a related pair is softcap(scale * q.k) + the parts of the score
 // terms (+ edge bias, for a pair that is kept as an edge), where softcap(s) = c * tanh(s / c), or s when c
-// is 0; a part of -inf removes the pair. A query without keys has out 0, lse -inf (with a sink: the sink)
-// and gradients of exactly 0.
+// is 0; with a multi-level score q.k is as levels.h says. A part of -inf removes the pair. A query without
+// keys has out 0, lse -inf (with a sink: the sink) and gradients of exactly 0.
 #ifndef ATTNBIAS_H
 #define ATTNBIAS_H
 
@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 // Grows with every change of a struct or of a function below; who loads the library compares it.
-#define AB_ABI_VERSION 3
+#define AB_ABI_VERSION 4
 
 enum ab_dtype { AB_FLOAT32 = 0, AB_BFLOAT16 = 1, AB_FLOAT16 = 2 };
 
@@ -45,14 +45,15 @@ typedef struct ab_layout {
   int32_t batch, heads, groups;  // batch is 1 or B, heads is 1 or H
   int32_t tile;                  // 64 or 128
   int32_t tiles, patterns_count, edges;
-  int32_t unused;
+  int32_t classes;                                // 2; with a multi-level score of L levels L + 2
   const int32_t *group;                           // [batch, heads]
-  const int32_t *q_ptr, *q_tile, *q_mark;         // [G, q_tiles, 3], [tiles + 1], [tiles + 1]
-  const int32_t *k_ptr, *k_tile, *k_mark;         // [G, k_tiles, 3], [tiles + 1], [tiles + 1]
+  const int32_t *q_ptr, *q_tile, *q_mark;         // [G, q_tiles, classes + 1], [tiles + 1], [tiles + 1]
+  const int32_t *k_ptr, *k_tile, *k_mark;         // [G, k_tiles, classes + 1], [tiles + 1], [tiles + 1]
   const int32_t *patterns, *patterns_t;           // [P, tile, tile / 32]; rows are queries, keys
   const int32_t *q_order, *k_order;               // [G * q_tiles], [G * k_tiles]
   const int32_t *edge_ptr, *edge_key, *edge_id;   // [G * Q + 1], [edges], [edges]
   const int32_t *col_ptr, *col_query, *col_edge;  // [G * K + 1], [edges], [edges]
+  const int64_t *levels;  // [2, L]: positions of a block (0 = all are in one), dims of a pair; see levels.h
 } ab_layout;
 
 // A part of the score terms, [batch, head, ...] in memory: strides in elements, 0 = the same for all.
@@ -88,13 +89,14 @@ typedef struct ab_call {
   int64_t grid_size;                     // numbers of a grid
   const float *sink;                     // [H]: a logit without a value; NULL = none
   uint64_t seed, drop_below;             // dropout: 32 bits of Philox below it drop a pair; 0 = none
-  int64_t q_start;                       // position of the first query: dropout counts positions
+  int64_t q_start;                       // position of the first query: dropout and levels count positions
   float kept_share;                      // what the kept pairs are multiplied by, 1 / (1 - p)
   float negative_slope;                  // of an additive score
   // [H, D], dense: scores are sum_d additive[h, d] * LeakyReLU(q_d + k_d) in place of q.k, on a layout of
   // edges alone; NULL = q.k. Backward writes its gradient.
   const float *additive;
   float *dadditive;  // [H, D], dense; NULL = not wanted
+  int64_t per_pair;  // multi-level scores: whether to divide by the number of levels that a pair shares
   void *scratch;     // any contents, 64-byte aligned
   int64_t scratch_bytes;
   ab_layout layout;

@@ -86,12 +86,16 @@ struct Memory {
 
 bool is_wrong(const ab_call &call) {
   const bool sizes = call.B >= 0 && call.H >= 0 && call.Hk >= 0 && call.Q >= 0 && call.K >= 0 &&
-                     call.D >= 1 && call.D <= 256 && call.E >= 1 && call.E <= 256;
+                     call.D >= 1 && call.D <= (call.layout.edges ? 256 : 1024) && call.E >= 1 &&
+                     call.E <= 256;
   const bool heads = call.H == 0 || (call.Hk > 0 && call.H % call.Hk == 0);
   const bool tile = call.layout.tile == 64 || call.layout.tile == 128;
+  const int32_t levels = call.layout.classes - 2;
+  const bool fits = levels == 0 || (levels > 0 && !call.layout.edges && call.layout.levels &&
+                                    call.layout.levels[2 * levels - 1] == call.D);
   const bool dtype = call.q.dtype >= AB_FLOAT32 && call.q.dtype <= AB_FLOAT16 &&
                      call.k.dtype == call.q.dtype && call.v.dtype == call.q.dtype;
-  return !(sizes && heads && tile && dtype);
+  return !(sizes && heads && tile && fits && dtype);
 }
 
 int32_t check(const ab_call *call, bool backward) {

@@ -16,6 +16,9 @@ constexpr int64_t CHUNK_KEYS = 2048;   // that one work item takes, or a little 
 constexpr int64_t AHEAD = 96;          // rows from a prefetch to its use
 constexpr int TREE = VL < 8 ? 8 : VL;  // products that one tree adds up across lanes
 
+// Whether a call is for the kernels here; those know no levels.
+AB_INLINE bool takes_few(const ab_call &call) { return call.Q <= FEW && call.layout.classes == 2; }
+
 // How many parts the keys are cut into, from the shape alone.
 AB_INLINE int64_t chunks_of(const ab_call &call) { return max64(1, call.K / CHUNK_KEYS); }
 

@@ -21,6 +21,11 @@ AB_INLINE int64_t group_of(const ab_layout &layout, int64_t b, int64_t h) {
   return layout.group[(layout.batch == 1 ? 0 : b) * layout.heads + (layout.heads == 1 ? 0 : h)];
 }
 
+// The bounds of the classes of a tile row in the list of its tiles, [classes + 1].
+AB_INLINE const int32_t *class_bounds(const ab_layout &layout, const int32_t *ptr, int64_t row) {
+  return ptr + row * (layout.classes + 1);
+}
+
 // Take `count` numbers of T from memory, which moves on to the next multiple of 64 bytes.
 template <class T>
 AB_INLINE T *cut(char *&memory, int64_t count) {

@@ -9,98 +9,26 @@
 #ifndef ATTNBIAS_TILES_BACKWARD_H
 #define ATTNBIAS_TILES_BACKWARD_H
 
-#include "few_backward.h"
+#include "backward_buffers.h"
 #include "philox.h"
 
 namespace AB_LEVEL::tiles {
 
-constexpr int64_t MOST_ROWS = 128;  // of a tile
-
-// What all threads share, in scratch.
-struct BackwardShared {
-  float *delta;    // [B, H, Q]
-  int32_t *rank;   // [tiles + 1], by key: how many key tiles come before it at its query tile
-  int32_t *count;  // [G, q_tiles]: how many key tiles a query tile has
-  int32_t *done;   // [B, H, q_tiles]: how many of them are in dq
-  int32_t *turn;   // [B, H]: the key tile that is to hand over its gradients of terms
-  ab_tensor dq;    // float32: the caller's or in scratch
-
-  // Lay out from `memory` on, which moves to the end.
-  BackwardShared(const ab_call &call, char *&memory) {
-    const ab_layout &layout = call.layout;
-    const int64_t tiles = tiles_of(call.Q, layout.tile);
-    delta = cut<float>(memory, call.B * call.H * call.Q);
-    dq = call.dq;
-    rank = count = done = turn = nullptr;
-    if (wants_terms(call)) turn = cut<int32_t>(memory, call.B * call.H);
-    if (!call.dq.data) return;
-    rank = cut<int32_t>(memory, layout.tiles + 1);
-    count = cut<int32_t>(memory, layout.groups * tiles);
-    done = cut<int32_t>(memory, call.B * call.H * tiles);
-    if (call.dq.dtype == AB_FLOAT32) return;
-    float *data = cut<float>(memory, call.B * call.H * call.Q * call.D);
-    dq = {data, call.H * call.Q * call.D, call.Q * call.D, call.D, AB_FLOAT32, 0};
-  }
-};
-
-// What a thread keeps of a key tile.
-struct BackwardBuffer {
-  int64_t width, value_width;  // D and E rounded up to VL
-  int64_t row;                 // of probs, d_scores and slopes, not a power of 2 for the caches' sake
-  float *keys, *values;        // [tile, width], [tile, value_width], where they cannot be read in place
-  float *queries, *d_out;      // likewise
-  float *keys_t, *values_t;    // [panels, D, LANES], [panels, E, LANES]
-  float *d_keys, *d_values;    // [tile, width], [tile, value_width]
-  float *probs, *d_scores, *slopes;  // [tile, row]; slopes with softcap only
-  float *d_bias;                     // [tile, row]: dS before scale and softcap, where terms want it
-  float *lse, *lse_rest;             // [tile], as Score::split gives them
-  uint32_t *kept;                    // [tile, tile / 32]: bits of pairs that dropout keeps; NULL = all
-
-  // Lay out from `memory` on, which moves to the end.
-  BackwardBuffer(const ab_call &call, char *&memory)
-      : width(round_up(call.D, VL)), value_width(round_up(call.E, VL)), row(call.layout.tile + 16) {
-    const int64_t tile = call.layout.tile;
-    keys = cut<float>(memory, tile * width);
-    values = cut<float>(memory, tile * value_width);
-    queries = cut<float>(memory, tile * width);
-    d_out = cut<float>(memory, tile * value_width);
-    keys_t = cut<float>(memory, tile * call.D);
-    values_t = cut<float>(memory, tile * call.E);
-    d_keys = cut<float>(memory, tile * width);
-    d_values = cut<float>(memory, tile * value_width);
-    probs = cut<float>(memory, tile * row);
-    d_scores = cut<float>(memory, tile * row);
-    slopes = cut<float>(memory, call.softcap != 0 ? tile * row : 0);
-    d_bias = wants_terms(call) ? cut<float>(memory, tile * row) : nullptr;
-    lse = cut<float>(memory, tile);
-    lse_rest = cut<float>(memory, tile);
-    kept = call.drop_below ? cut<uint32_t>(memory, tile * (tile / 32)) : nullptr;
-  }
-};
-
-// A query tile as one key tile meets it.
-struct Meeting {
-  Rows queries, d_out;
-  const float *delta;   // [count]
-  int64_t count;        // of queries
-  const int32_t *bits;  // of the first query; NULL = every pair is related
-};
-
-// A strip of queries and the panels of keys, one bit each, that have a pair with it.
-struct Strip {
-  int64_t first, count;
-  uint32_t panels;
-};
-
 // P of a strip of queries and a panel of keys; 0 where unrelated. With MORE `probs` may
 // hold the bias before.
-template <int MR, bool MORE>
+template <int MR, class M>
 AB_INLINE void compute_probs(const ab_call &call, const Score &score, const BackwardBuffer &buffer,
-                             const Meeting &meeting, int64_t r, int64_t panel) {
+                             const Meeting &meeting, Depths depths, int64_t r, int64_t panel) {
   Sums<MR, 2> sums;
-  clear(sums);
-  add_rows(sums, call.D, meeting.queries.at + r * meeting.queries.row, meeting.queries.row,
-           buffer.keys_t + panel * LANES * call.D, LANES);
+  const Rows queries = {meeting.queries.at + r * meeting.queries.row, meeting.queries.row};
+  const float *keys_t = buffer.keys_t + panel * LANES * call.D;
+  if constexpr (M::LEVELS) {
+    multiply_levels(sums, Levels(call), depths, queries, keys_t, buffer.blocks, buffer.blocks.queries + r,
+                    buffer.blocks.keys + panel * LANES);
+  } else {
+    clear(sums);
+    add_rows(sums, call.D, queries.at, queries.row, keys_t, LANES);
+  }
   const int64_t first = panel * LANES, words = call.layout.tile / 32;
   AB_UNROLL
   for (int i = 0; i < MR; i++) {
@@ -110,7 +38,8 @@ AB_INLINE void compute_probs(const ab_call &call, const Score &score, const Back
     AB_UNROLL
     for (int c = 0; c < 2; c++) {
       F raw = score.raw(sums.at[i][c]);
-      const F whole = MORE && score.biased ? score.with_bias(raw, load(buffer.probs + at + c * VL)) : raw;
+      const F whole =
+          M::MORE && score.biased ? score.with_bias(raw, load(buffer.probs + at + c * VL)) : raw;
       F p = exp2_of(score.below(whole, buffer.lse[r + i], buffer.lse_rest[r + i]));
       if (meeting.bits) p = choose(related >> (c * VL), p, F{});
       store(buffer.probs + at + c * VL, p);
@@ -119,35 +48,60 @@ AB_INLINE void compute_probs(const ab_call &call, const Score &score, const Back
   }
 }
 
+// What levels multiply the products of query r with the keys from j on by.
+AB_INLINE F share_of(const ab_call &call, const BackwardBuffer &buffer, Depths depths, int64_t r,
+                     int64_t j) {
+  const Levels levels(call);
+  F share = splat(levels.share(depths.shallow));
+  for (int l = depths.shallow; l < depths.deep; l++) {
+    const I block = splat(buffer.blocks.queries[l * buffer.blocks.row + r]);
+    share = block == load_codes(buffer.blocks.keys + l * buffer.blocks.row + j) ? splat(levels.share(l + 1))
+                                                                                : share;
+  }
+  return share;
+}
+
 // dS of the same.
-template <int MR, bool MORE>
+template <int MR, class M>
 AB_INLINE void compute_d_scores(const ab_call &call, const BackwardBuffer &buffer, const Meeting &meeting,
-                                int64_t r, int64_t panel) {
+                                Depths depths, int64_t r, int64_t panel) {
   Sums<MR, 2> sums;
   clear(sums);
   add_rows(sums, call.E, meeting.d_out.at + r * meeting.d_out.row, meeting.d_out.row,
            buffer.values_t + panel * LANES * call.E, LANES);
   [[maybe_unused]] const int64_t first = panel * LANES, words = call.layout.tile / 32;
+  const bool differs = M::LEVELS && call.per_pair && depths.shallow < depths.deep;
+  const F scale =
+      splat(M::LEVELS && !differs ? call.scale * Levels(call).share(depths.shallow) : call.scale);
   AB_UNROLL
   for (int i = 0; i < MR; i++) {
     const int64_t at = (r + i) * buffer.row + panel * LANES;
-    const uint32_t kept = MORE && buffer.kept ? buffer.kept[(r + i) * words + first / 32] >> first % 32 : 0;
+    const uint32_t kept =
+        M::MORE && buffer.kept ? buffer.kept[(r + i) * words + first / 32] >> first % 32 : 0;
     AB_UNROLL
     for (int c = 0; c < 2; c++) {
       const F p = load(buffer.probs + at + c * VL);
       F d_weight = sums.at[i][c];
-      if (MORE && buffer.kept) {
+      if (M::MORE && buffer.kept) {
         const F share = choose(kept >> (c * VL), splat(call.kept_share), F{});
         d_weight *= share;
         store(buffer.probs + at + c * VL, p * share);
       }
       const F by_weight = d_weight - splat(meeting.delta[r + i]);
-      F d = p * splat(call.scale) * by_weight;
-      if (MORE && buffer.d_bias) store(buffer.d_bias + at + c * VL, p * by_weight);
+      F d = p * scale * by_weight;
+      if (M::MORE && buffer.d_bias) store(buffer.d_bias + at + c * VL, p * by_weight);
       if (call.softcap != 0) d *= load(buffer.slopes + at + c * VL);
+      if (differs) d *= share_of(call, buffer, depths, r + i, panel * LANES + c * VL);
       store(buffer.d_scores + at + c * VL, d);
     }
   }
+}
+
+// The depths of n queries from r on with panel p of `keys` keys.
+AB_INLINE Depths narrow(const BackwardBuffer &buffer, Depths depths, int64_t r, int64_t n, int64_t p,
+                        int64_t keys) {
+  return buffer.blocks.narrow(depths, buffer.blocks.queries + r, n, buffer.blocks.keys + p * LANES,
+                              min64(LANES, keys - p * LANES));
 }
 
 // The panels that rows r .. r + n have a pair with.
@@ -165,26 +119,28 @@ AB_INLINE uint32_t panels_of(const ab_call &call, const Meeting &meeting, int64_
 }
 
 // P and dS of a meeting, 0 in panels without a pair; returns the number of strips.
-template <bool MORE>
+template <class M>
 static int64_t compute_scores(const ab_call &call, const Score &score, const BackwardBuffer &buffer,
-                              const Meeting &meeting, int64_t panels, Strip *strips) {
+                              const Meeting &meeting, int64_t keys, Strip *strips) {
+  const int64_t panels = tiles_of(keys, LANES);
   int64_t count = 0;
   for (int64_t r = 0; r < meeting.count;) {
     const int n = strip_of(meeting.count - r);
     const uint32_t found = panels_of(call, meeting, panels, r, n);
     for (int64_t p = 0; p < panels; p++) {
       if (found >> p & 1) {
+        const Depths depths = M::LEVELS ? narrow(buffer, meeting.depths, r, n, p, keys) : Depths{};
         with_rows(n, [&](auto rows) AB_LAMBDA {
-          compute_probs<rows.value, MORE>(call, score, buffer, meeting, r, p);
-          if (call.dq.data || call.dk.data || (MORE && (buffer.d_bias || buffer.kept)))
-            compute_d_scores<rows.value, MORE>(call, buffer, meeting, r, p);
+          compute_probs<rows.value, M>(call, score, buffer, meeting, depths, r, p);
+          if (call.dq.data || call.dk.data || (M::MORE && (buffer.d_bias || buffer.kept)))
+            compute_d_scores<rows.value, M>(call, buffer, meeting, depths, r, p);
         });
         continue;
       }
       for (int64_t at = r * buffer.row + p * LANES; at < (r + n) * buffer.row; at += buffer.row) {
         memset(buffer.probs + at, 0, LANES * sizeof(float));
         memset(buffer.d_scores + at, 0, LANES * sizeof(float));
-        if (MORE && buffer.d_bias) memset(buffer.d_bias + at, 0, LANES * sizeof(float));
+        if (M::MORE && buffer.d_bias) memset(buffer.d_bias + at, 0, LANES * sizeof(float));
       }
     }
     strips[count++] = {r, n, found};
@@ -193,27 +149,41 @@ static int64_t compute_scores(const ab_call &call, const Score &score, const Bac
   return count;
 }
 
+// The first n < VL columns alone; the others stay.
+template <int MR>
+AB_INLINE void store_first(const Sums<MR, 1> &sums, float *to, int64_t row, int64_t n) {
+  AB_UNROLL
+  for (int r = 0; r < MR; r++)
+    store(to + r * row, choose((1u << n) - 1, sums.at[r][0], load(to + r * row)));
+}
+
 // to [MR, columns] += a^T b over `depth` queries, where a is [queries, keys] and b [queries, columns].
 template <int MR>
-AB_INLINE void add_to_keys(int64_t depth, const float *a, int64_t a_row, Rows b, int64_t columns,
-                           float *to) {
+AB_INLINE void add_to_keys(int64_t depth, const float *a, int64_t a_row, Rows b, int64_t columns, float *to,
+                           int64_t to_row) {
   int64_t c = 0;
   for (; c + 2 * VL <= columns; c += 2 * VL) {
     Sums<MR, 2> sums;
-    load(sums, to + c, columns);
+    load(sums, to + c, to_row);
     add_columns(sums, depth, a, a_row, b.at + c, b.row);
-    store(sums, to + c, columns);
+    store(sums, to + c, to_row);
+  }
+  for (; c + VL <= columns; c += VL) {
+    Sums<MR, 1> sums;
+    load(sums, to + c, to_row);
+    add_columns(sums, depth, a, a_row, b.at + c, b.row);
+    store(sums, to + c, to_row);
   }
   if (c == columns) return;
   Sums<MR, 1> sums;
-  load(sums, to + c, columns);
+  load(sums, to + c, to_row);
   add_columns(sums, depth, a, a_row, b.at + c, b.row);
-  store(sums, to + c, columns);
+  store_first(sums, to + c, to_row, columns - c);
 }
 
-// dK and dV of a key tile.
+// Some dims of dK, and dV if `values`, of a key tile.
 static void add_d_keys(const ab_call &call, const BackwardBuffer &buffer, const Meeting &meeting,
-                       const Strip *strips, int64_t count, int64_t keys) {
+                       const Strip *strips, int64_t count, int64_t keys, Dims dims, bool values) {
   for (int64_t j = 0; j < keys;) {
     const int n = strip_of(keys - j);
     const uint32_t panels = (2u << (j + n - 1) / LANES) - (1u << j / LANES);
@@ -224,14 +194,15 @@ static void add_d_keys(const ab_call &call, const BackwardBuffer &buffer, const 
       const int64_t start = first->first, depth = last[-1].first + last[-1].count - start;
       const int64_t at = start * buffer.row + j;
       const Rows d_out = {meeting.d_out.at + start * meeting.d_out.row, meeting.d_out.row};
-      const Rows queries = {meeting.queries.at + start * meeting.queries.row, meeting.queries.row};
+      const Rows queries = {meeting.queries.at + start * meeting.queries.row + dims.first,
+                            meeting.queries.row};
       with_rows(n, [&](auto rows) AB_LAMBDA {
-        if (call.dv.data)
+        if (call.dv.data && values)
           add_to_keys<rows.value>(depth, buffer.probs + at, buffer.row, d_out, buffer.value_width,
-                                  buffer.d_values + j * buffer.value_width);
+                                  buffer.d_values + j * buffer.value_width, buffer.value_width);
         if (call.dk.data)
-          add_to_keys<rows.value>(depth, buffer.d_scores + at, buffer.row, queries, buffer.width,
-                                  buffer.d_keys + j * buffer.width);
+          add_to_keys<rows.value>(depth, buffer.d_scores + at, buffer.row, queries, dims.count,
+                                  buffer.d_keys + j * buffer.width + dims.first, buffer.width);
       });
     }
     j += n;
@@ -251,14 +222,15 @@ AB_INLINE void add_to_queries(int64_t depth, const float *a, int64_t a_row, Rows
   store(sums, to, to_row);
 }
 
-// dQ of a query tile, `to`, from one key tile; the first one writes, the others add.
+// Some dims of dQ of a query tile, `to`, from one key tile; the first one writes, the others add.
 static void add_d_queries(const ab_call &call, const BackwardBuffer &buffer, Rows keys, int64_t key_count,
-                          const Strip *strips, int64_t count, bool is_first, float *to, int64_t to_row) {
+                          const Strip *strips, int64_t count, Dims dims, bool is_first, float *to,
+                          int64_t to_row) {
   for (const Strip *strip = strips; strip < strips + count; strip++) {
-    float *rows_to = to + strip->first * to_row;
+    float *rows_to = to + strip->first * to_row + dims.first;
     if (!strip->panels) {
       for (int64_t i = 0; is_first && i < strip->count; i++)
-        memset(rows_to + i * to_row, 0, (size_t)call.D * sizeof(float));
+        memset(rows_to + i * to_row, 0, (size_t)dims.count * sizeof(float));
       continue;
     }
     const int64_t first = __builtin_ctz(strip->panels) * LANES;
@@ -266,17 +238,24 @@ static void add_d_queries(const ab_call &call, const BackwardBuffer &buffer, Row
     const float *a = buffer.d_scores + strip->first * buffer.row + first;
     with_rows((int)strip->count, [&](auto rows) AB_LAMBDA {
       constexpr int MR = rows.value;
-      Rows b = {keys.at + first * keys.row, keys.row};
+      Rows b = {keys.at + first * keys.row + dims.first, keys.row};
       int64_t c = 0;
-      for (; c + 2 * VL <= call.D; c += 2 * VL, b.at += 2 * VL)
+      for (; c + 2 * VL <= dims.count; c += 2 * VL, b.at += 2 * VL)
         add_to_queries<MR, 2>(stop - first, a, buffer.row, b, is_first, rows_to + c, to_row);
-      for (; c + VL <= call.D; c += VL, b.at += VL)
+      for (; c + VL <= dims.count; c += VL, b.at += VL)
         add_to_queries<MR, 1>(stop - first, a, buffer.row, b, is_first, rows_to + c, to_row);
-      if (c == call.D) return;
+      if (c == dims.count) return;
+      if (!is_first && dims.first + c + VL <= call.D) {  // the vector ends inside the row
+        Sums<MR, 1> sums;
+        load(sums, rows_to + c, to_row);
+        add_rows(sums, stop - first, a, buffer.row, b.at, b.row);
+        store_first(sums, rows_to + c, to_row, dims.count - c);
+        return;
+      }
       alignas(64) float last[MR * VL];
       add_to_queries<MR, 1>(stop - first, a, buffer.row, b, true, last, VL);
       for (int i = 0; i < MR; i++)
-        for (int64_t j = 0; j < call.D - c; j++) {
+        for (int64_t j = 0; j < dims.count - c; j++) {
           float *x = rows_to + i * to_row + c + j;
           *x = is_first ? last[i * VL + j] : *x + last[i * VL + j];
         }
@@ -284,8 +263,40 @@ static void add_d_queries(const ab_call &call, const BackwardBuffer &buffer, Row
   }
 }
 
-// All that one key tile and query tile `t` of head h give; MORE is for terms and dropout.
-template <bool MORE>
+// q~ of a meeting, the dims that it reads, and the depths of its pairs.
+static void read_levels(const ab_call &call, const BackwardBuffer &buffer, int64_t b, int64_t h, int64_t i,
+                        int64_t j, int64_t key_count, bool full, int32_t mark, Meeting &meeting) {
+  const Levels levels(call);
+  meeting.depths = full ? Depths{mark, mark} : levels.of_tile(i, meeting.count, j, key_count);
+  buffer.blocks.fill(levels, meeting.depths, i, meeting.count, j, key_count);
+  const int64_t columns = levels.prefix(meeting.depths.deep);
+  copy_rows(call.q, b, h, i, meeting.count, columns, buffer.width, buffer.queries);
+  multiply_columns(buffer.queries, buffer.width, meeting.count, columns, buffer.factors);
+  meeting.queries = {buffer.queries, buffer.width};
+}
+
+// dS of pairs that do not share a level becomes 0: what is left goes to that level's dims.
+static void keep_level(const BackwardBuffer &buffer, int level, int64_t keys, Strip *strips,
+                       int64_t count) {
+  const int64_t row = buffer.blocks.row;
+  for (Strip *strip = strips; strip < strips + count; strip++)
+    for (int64_t p = 0; p < tiles_of(keys, LANES); p++) {
+      if (!(strip->panels >> p & 1)) continue;
+      const Depths found = narrow(buffer, {level, level + 1}, strip->first, strip->count, p, keys);
+      if (found.shallow == level + 1) continue;
+      if (found.deep == level) strip->panels &= ~(1u << p);
+      for (int64_t r = strip->first; r < strip->first + strip->count; r++) {
+        const I block = splat(buffer.blocks.queries[level * row + r]);
+        for (int64_t j = p * LANES; j < (p + 1) * LANES; j += VL) {
+          float *x = buffer.d_scores + r * buffer.row + j;
+          store(x, block == load_codes(buffer.blocks.keys + level * row + j) ? load(x) : F{});
+        }
+      }
+    }
+}
+
+// All that one key tile and query tile `t` of head h give.
+template <class M>
 static void backward_meeting(const ab_call &call, const BackwardShared &shared, BackwardBuffer &buffer,
                              TermSums &terms, const Item &item, int64_t h, int64_t group, int64_t entry,
                              bool full, Rows keys, int64_t key_count) {
@@ -293,34 +304,56 @@ static void backward_meeting(const ab_call &call, const BackwardShared &shared, 
   const int64_t tile = layout.tile, t = layout.k_tile[entry], first = t * tile;
   const int64_t head = item.b * call.H + h, tiles = tiles_of(call.Q, tile);
   const float *lse = call.lse + head * call.Q + first;
-  const Score score(call, LOG2_E, MORE && has_terms(call));
+  const Score score(call, LOG2_E, M::MORE && has_terms(call));
   Meeting meeting = {};
   meeting.count = min64(tile, call.Q - first);
-  meeting.queries =
-      rows_as_float(call.q, item.b, h, first, meeting.count, call.D, buffer.width, buffer.queries);
+  if constexpr (M::LEVELS)
+    read_levels(call, buffer, item.b, h, first, item.tile * tile, key_count, full, layout.k_mark[entry],
+                meeting);
+  else
+    meeting.queries =
+        rows_as_float(call.q, item.b, h, first, meeting.count, call.D, buffer.width, buffer.queries);
   meeting.d_out =
       rows_as_float(call.dout, item.b, h, first, meeting.count, call.E, buffer.value_width, buffer.d_out);
   meeting.delta = shared.delta + head * call.Q + first;
   if (!full) meeting.bits = layout.patterns + layout.k_mark[entry] * tile * (tile / 32);
   for (int64_t i = 0; i < meeting.count; i++) score.split(lse[i], buffer.lse + i, buffer.lse_rest + i);
-  for (int64_t i = 0; MORE && buffer.kept && i < meeting.count; i++)
+  for (int64_t i = 0; M::MORE && buffer.kept && i < meeting.count; i++)
     Dropout(call).row_bits(item.b, h, first + i, item.tile * tile, key_count,
                            buffer.kept + i * (tile / 32));
-  for (int64_t i = 0; MORE && score.biased && i < meeting.count; i++)
+  for (int64_t i = 0; M::MORE && score.biased && i < meeting.count; i++)
     fill_row(call, item.b, h, first + i, item.tile * tile, key_count, buffer.probs + i * buffer.row);
   Strip strips[MOST_ROWS] = {};
-  const int64_t count =
-      compute_scores<MORE>(call, score, buffer, meeting, tiles_of(key_count, LANES), strips);
-  add_d_keys(call, buffer, meeting, strips, count, key_count);
-  for (int64_t i = 0; MORE && buffer.d_bias && i < meeting.count; i++)
+  const int64_t count = compute_scores<M>(call, score, buffer, meeting, key_count, strips);
+  const int64_t together = M::LEVELS ? Levels(call).prefix(meeting.depths.shallow) : buffer.width;
+  add_d_keys(call, buffer, meeting, strips, count, key_count, {0, together}, true);
+  for (int64_t i = 0; M::MORE && buffer.d_bias && i < meeting.count; i++)
     terms.add_row(call, item.b, h, first + i, item.tile * tile, key_count, buffer.d_bias + i * buffer.row);
-  if (!call.dq.data) return;
-  const int32_t rank = shared.rank[entry];
-  int32_t *done = shared.done + head * tiles + t;
-  wait_for(done, rank);
-  float *to = row_of<float>(shared.dq, item.b, h, first);
-  add_d_queries(call, buffer, keys, key_count, strips, count, rank == 0, to, shared.dq.row);
-  if (call.dq.dtype != AB_FLOAT32 && rank + 1 == shared.count[group * tiles + t])
+  const bool wants_queries = call.dq.data;
+  const int32_t rank = wants_queries ? shared.rank[entry] : 0;
+  int32_t *done = wants_queries ? shared.done + head * tiles + t : nullptr;
+  float *to = nullptr;
+  if (wants_queries) {
+    wait_for(done, rank);
+    to = row_of<float>(shared.dq, item.b, h, first);
+    for (int64_t i = 0; M::LEVELS && rank == 0 && i < meeting.count; i++)
+      memset(to + i * shared.dq.row, 0, (size_t)call.D * sizeof(float));
+    add_d_queries(call, buffer, keys, key_count, strips, count, {0, M::LEVELS ? together : call.D},
+                  !M::LEVELS && rank == 0, to, shared.dq.row);
+  }
+  for (int l = meeting.depths.shallow; M::LEVELS && l < meeting.depths.deep; l++) {
+    if (!wants_queries && !call.dk.data) break;
+    const int64_t start = Levels(call).prefix(l);
+    const Dims dims = {start, Levels(call).prefix(l + 1) - start};
+    keep_level(buffer, l, key_count, strips, count);
+    add_d_keys(call, buffer, meeting, strips, count, key_count, dims, false);
+    if (wants_queries)
+      add_d_queries(call, buffer, keys, key_count, strips, count, dims, false, to, shared.dq.row);
+  }
+  if (!wants_queries) return;
+  const bool is_last = rank + 1 == shared.count[group * tiles + t];
+  if (M::LEVELS && is_last) multiply_columns(to, shared.dq.row, meeting.count, call.D, buffer.factors);
+  if (call.dq.dtype != AB_FLOAT32 && is_last)
     write_rows(call.dq, item.b, h, first, meeting.count, call.D, to, shared.dq.row);
   __atomic_store_n(done, rank + 1, __ATOMIC_RELEASE);
 }
@@ -329,7 +362,7 @@ static void backward_meeting(const ab_call &call, const BackwardShared &shared, 
 AB_INLINE void start_terms(const ab_call &call, const int32_t *bounds, int64_t key, int64_t n,
                            TermSums &terms) {
   int64_t low = call.Q, high = 1;
-  for (int64_t i = bounds[0]; i < bounds[2]; i++) {
+  for (int64_t i = bounds[0]; i < bounds[call.layout.classes]; i++) {
     const int64_t at = call.layout.k_tile[i] * call.layout.tile;
     low = min64(low, at);
     high = max64(high, min64(at + call.layout.tile, call.Q));
@@ -338,7 +371,7 @@ AB_INLINE void start_terms(const ab_call &call, const int32_t *bounds, int64_t k
 }
 
 // One key tile of one key head, with all query heads that read it.
-template <bool MORE>
+template <class M>
 static void backward_item(const ab_call &call, const BackwardShared &shared, const Item &item,
                           char *memory) {
   BackwardBuffer buffer(call, memory);
@@ -347,6 +380,7 @@ static void backward_item(const ab_call &call, const BackwardShared &shared, con
   const int64_t tile = layout.tile, first = item.tile * tile, n = min64(tile, call.K - first);
   const int64_t tiles = tiles_of(call.K, tile), share = call.H / call.Hk;
   const Rows keys = rows_as_float(call.k, item.b, item.h, first, n, call.D, buffer.width, buffer.keys);
+  if (M::LEVELS) Levels(call).fill_factors(buffer.factors, buffer.width);
   const Rows values = rows_as_float(call.v, item.b, item.h, first, n, call.E, call.E, buffer.values);
   pack_panels(keys, n, call.D, Score(call).sign, buffer.keys_t);
   pack_panels(values, n, call.E, 1.0f, buffer.values_t);
@@ -354,11 +388,12 @@ static void backward_item(const ab_call &call, const BackwardShared &shared, con
   memset(buffer.d_values, 0, (size_t)(n * buffer.value_width) * sizeof(float));
   for (int64_t h = item.h * share; h < (item.h + 1) * share; h++) {
     const int64_t group = group_of(layout, item.b, h);
-    const int32_t *bounds = layout.k_ptr + (group * tiles + item.tile) * 3;
-    if (MORE && buffer.d_bias) start_terms(call, bounds, first, n, terms);
-    for (int64_t i = bounds[0]; i < bounds[2]; i++)
-      backward_meeting<MORE>(call, shared, buffer, terms, item, h, group, i, i < bounds[1], keys, n);
-    if (!MORE || !buffer.d_bias) continue;
+    const int32_t *bounds = class_bounds(layout, layout.k_ptr, group * tiles + item.tile);
+    const int32_t partial = bounds[layout.classes - 1], end = bounds[layout.classes];
+    if (M::MORE && buffer.d_bias) start_terms(call, bounds, first, n, terms);
+    for (int64_t i = bounds[0]; i < end; i++)
+      backward_meeting<M>(call, shared, buffer, terms, item, h, group, i, i < partial, keys, n);
+    if (!M::MORE || !buffer.d_bias) continue;
     int32_t *turn = shared.turn + item.b * call.H + h;
     wait_for(turn, (int32_t)item.tile);
     terms.hand_over(call, item.b, h);
@@ -392,7 +427,7 @@ static void prepare_item(const ab_call &call, const BackwardShared &shared, cons
 }
 
 static int32_t tiles_backward(const ab_call &call, char *scratch) {
-  if (call.Q <= FEW) return few_backward(call, scratch);
+  if (takes_few(call)) return few_backward(call, scratch);
   const ab_layout &layout = call.layout;
   const BackwardShared shared(call, scratch);
   const int64_t q_tiles = tiles_of(call.Q, layout.tile), k_tiles = tiles_of(call.K, layout.tile);
@@ -401,8 +436,8 @@ static int32_t tiles_backward(const ab_call &call, char *scratch) {
     memset(shared.done, 0, (size_t)(call.B * call.H * q_tiles) * sizeof(int32_t));
     for (int64_t g = 0; g < layout.groups; g++)
       for (int64_t t = 0; t < k_tiles; t++) {
-        const int32_t *bounds = layout.k_ptr + (g * k_tiles + t) * 3;
-        for (int64_t i = bounds[0]; i < bounds[2]; i++)
+        const int32_t *bounds = class_bounds(layout, layout.k_ptr, g * k_tiles + t);
+        for (int64_t i = bounds[0]; i < bounds[layout.classes]; i++)
           shared.rank[i] = shared.count[g * q_tiles + layout.k_tile[i]]++;
       }
   }
@@ -419,13 +454,17 @@ static int32_t tiles_backward(const ab_call &call, char *scratch) {
   return run_together(call, k_tiles, (int64_t)(uintptr_t)end,
                       [&](int64_t b, int64_t h, int64_t t, char *memory) {
                         const Item item = {b, h, 0, t};
-                        more ? backward_item<true>(call, shared, item, memory)
-                             : backward_item<false>(call, shared, item, memory);
+                        if (has_levels(call))
+                          more ? backward_item<Mode<true, true>>(call, shared, item, memory)
+                               : backward_item<Mode<false, true>>(call, shared, item, memory);
+                        else
+                          more ? backward_item<Mode<true, false>>(call, shared, item, memory)
+                               : backward_item<Mode<false, false>>(call, shared, item, memory);
                       });
 }
 
 AB_INLINE int64_t backward_scratch_bytes(const ab_call &call) {
-  if (call.Q <= FEW) return few_backward_scratch_bytes(call);
+  if (takes_few(call)) return few_backward_scratch_bytes(call);
   char *end = nullptr;
   const BackwardShared shared(call, end);
   return (int64_t)(uintptr_t)end;

@@ -6,9 +6,8 @@
 #ifndef ATTNBIAS_TILES_FORWARD_H
 #define ATTNBIAS_TILES_FORWARD_H
 
-#include "bias.h"
 #include "few_forward.h"
-#include "items.h"
+#include "levels.h"
 #include "philox.h"
 
 namespace AB_LEVEL::tiles {
@@ -22,6 +21,7 @@ struct Block {
   Rows keys, values;
   int64_t first, count;  // keys
   const int32_t *bits;   // of the first key, for the first panel; NULL = every pair is related
+  Depths depths;         // of a multi-level score
 };
 
 // The state of one panel of queries.
@@ -33,14 +33,11 @@ struct Panel {
   int64_t count;         // of queries
 };
 
-// Raw scores of `MR` keys, -inf where unrelated; `top` follows their maximum. With TERMS `scores` holds the
-// bias before, and whole scores after.
+// The products of `MR` keys with a panel become raw scores, -inf where unrelated; `top` follows their
+// maximum. With TERMS `scores` holds the bias before, and whole scores after.
 template <int MR, bool TERMS>
-AB_INLINE void score_keys(const Score &score, int64_t columns, Rows keys, const float *queries,
-                          const uint32_t *related, float *scores, F top[2]) {
-  Sums<MR, 2> sums;
-  clear(sums);
-  add_rows(sums, columns, keys.at, keys.row, queries, LANES);
+AB_INLINE void score_keys(const Score &score, const Sums<MR, 2> &sums, const uint32_t *related,
+                          float *scores, F top[2]) {
   AB_UNROLL
   for (int r = 0; r < MR; r++) {
     AB_UNROLL
@@ -55,9 +52,10 @@ AB_INLINE void score_keys(const Score &score, int64_t columns, Rows keys, const 
 }
 
 // All scores of a block; returns the number of runs of keys that have any.
-template <bool TERMS>
+template <class M>
 static int64_t score_block(const ab_call &call, const Score &score, const Block &block, const Panel &panel,
-                           int64_t lane, const PanelBias *bias, float *scores, Run *runs, F top[2]) {
+                           int64_t lane, const PanelBias *bias, const TileBlocks &blocks, float *scores,
+                           Run *runs, F top[2]) {
   uint32_t related[BLOCK];
   int64_t end = block.count;
   if (block.bits) {
@@ -76,10 +74,19 @@ static int64_t score_block(const ab_call &call, const Score &score, const Block 
     int n = strip_of(end - j);
     while (block.bits && !related[j + n - 1]) n--;
     Rows keys = {block.keys.at + j * block.keys.row, block.keys.row};
-    if (TERMS) bias->fill(j, n, scores + j * LANES);
+    if (M::MORE) bias->fill(j, n, scores + j * LANES);
     with_rows(n, [&](auto rows) AB_LAMBDA {
-      score_keys<rows.value, TERMS>(score, call.D, keys, panel.queries, block.bits ? related + j : nullptr,
-                                    scores + j * LANES, top);
+      Sums<rows.value, 2> sums;
+      if constexpr (M::LEVELS) {
+        const int32_t *of_keys = blocks.keys + j, *of_lanes = blocks.queries + lane;
+        const Depths depths = blocks.narrow(block.depths, of_lanes, panel.count, of_keys, n);
+        multiply_levels(sums, Levels(call), depths, keys, panel.queries, blocks, of_keys, of_lanes);
+      } else {
+        clear(sums);
+        add_rows(sums, call.D, keys.at, keys.row, panel.queries, LANES);
+      }
+      score_keys<rows.value, M::MORE>(score, sums, block.bits ? related + j : nullptr, scores + j * LANES,
+                                      top);
     });
     if (count && runs[count - 1].first + runs[count - 1].count == j)
       runs[count - 1].count += n;
@@ -137,12 +144,12 @@ static void drop_keys(const ab_call &call, const Block &block, const Panel &pane
 }
 
 // Add a block of keys to a panel of queries that starts at `lane` of the tile.
-template <bool TERMS>
+template <class M>
 static void add_block(const ab_call &call, const Score &score, const Block &block, const Panel &panel,
-                      int64_t lane, const PanelBias *bias, float *scores) {
+                      int64_t lane, const PanelBias *bias, const TileBlocks &blocks, float *scores) {
   Run runs[BLOCK];
   F top[2] = {splat(-INFINITY), splat(-INFINITY)};
-  int64_t count = score_block<TERMS>(call, score, block, panel, lane, bias, scores, runs, top);
+  int64_t count = score_block<M>(call, score, block, panel, lane, bias, blocks, scores, runs, top);
   if (!count) return;
   alignas(64) float keep[LANES];
   bool moved = false;
@@ -196,11 +203,8 @@ struct ForwardBuffer {
   float *scores;         // [BLOCK, LANES]
   float *keys, *values;  // [BLOCK, D], [BLOCK, E], for half precision
 
-  static int64_t bytes(const ab_call &call) {
-    int64_t lanes = round_up(call.layout.tile, LANES);
-    return 4 * (lanes * (call.D + call.E + 2) + BLOCK * (LANES + call.D + call.E)) + 7 * 64;
-  }
-  ForwardBuffer(const ab_call &call, char *memory) {
+  // Lay out from `memory` on, which moves to the end.
+  ForwardBuffer(const ab_call &call, char *&memory) {
     int64_t lanes = round_up(call.layout.tile, LANES);
     queries = cut<float>(memory, lanes * call.D);
     out = cut<float>(memory, lanes * call.E);
@@ -236,21 +240,44 @@ static void finish_panel(const ab_call &call, const Panel &panel, float *rows) {
   }
 }
 
+// q~ of a panel: each level's dims divided by their number.
+static void divide_by_ranks(const ab_call &call, float *panel) {
+  const Levels levels(call);
+  for (int l = 0; l < levels.count; l++) {
+    const F factor = splat(1.0f / (float)(levels.prefix(l + 1) - levels.prefix(l)));
+    for (int64_t i = levels.prefix(l) * LANES; i < levels.prefix(l + 1) * LANES; i += VL)
+      store(panel + i, load(panel + i) * factor);
+  }
+}
+
+// The depths of the pairs of a block, and which dims of its keys are read.
+AB_INLINE int64_t find_depths(const ab_call &call, bool full, int32_t mark, int64_t i, int64_t n,
+                              Block &block, const TileBlocks &blocks) {
+  const Levels levels(call);
+  block.depths = full ? Depths{mark, mark} : levels.of_tile(i, n, block.first, block.count);
+  blocks.fill(levels, block.depths, i, n, block.first, block.count);
+  return levels.prefix(block.depths.deep);
+}
+
 // One query tile of one head.
-template <bool TERMS>
+template <class M>
 static void forward_item(const ab_call &call, const Item &item, char *memory) {
   ForwardBuffer buffer(call, memory);
-  const Score score(call, LOG2_E, TERMS);
+  const TileBlocks blocks(call, memory);
+  const Score score(call, LOG2_E, M::MORE);
   const ab_layout &layout = call.layout;
   const int64_t tile = layout.tile, first = item.tile * tile, n = min64(tile, call.Q - first);
   const int64_t b = item.b, h = item.h, key_head = h / (call.H / call.Hk);
-  const int32_t *bounds = layout.q_ptr + (item.group * tiles_of(call.Q, tile) + item.tile) * 3;
+  const int32_t *bounds =
+      class_bounds(layout, layout.q_ptr, item.group * tiles_of(call.Q, tile) + item.tile);
+  const int32_t partial = bounds[layout.classes - 1], end = bounds[layout.classes];
   const int64_t panels = (n + LANES - 1) / LANES;
   // The rows pass through the buffer of the scores' tile on their way to the panels.
   for (int64_t p = 0; p < panels; p++) {
     int64_t start = p * LANES, here = min64(LANES, n - start);
     Rows rows = rows_as_float(call.q, b, h, first + start, here, call.D, call.D, buffer.keys);
     pack_panels(rows, here, call.D, score.sign, buffer.queries + start * call.D);
+    if (M::LEVELS) divide_by_ranks(call, buffer.queries + start * call.D);
   }
   memset(buffer.out, 0, (size_t)(panels * LANES * call.E) * sizeof(float));
   memset(buffer.total, 0, (size_t)(panels * LANES) * sizeof(float));
@@ -265,26 +292,28 @@ static void forward_item(const ab_call &call, const Item &item, char *memory) {
                  first + p * LANES,
                  min64(LANES, n - p * LANES)};
   };
-  for (int64_t i = bounds[0]; i < bounds[2];) {
-    const bool full = i < bounds[1];
+  for (int64_t i = bounds[0]; i < end;) {
+    const bool full = i < partial;
     const int64_t start = layout.q_tile[i] * tile;
-    Block block = {{}, {}, start, min64(tile, call.K - start), nullptr};
-    if (!full) block.bits = layout.patterns_t + layout.q_mark[i] * tile * (tile / 32);
-    // Full tiles side by side are one block.
-    for (i++;
-         full && i < bounds[1] && block.count < BLOCK && layout.q_tile[i] * tile == start + block.count;
+    const int32_t mark = layout.q_mark[i];
+    Block block = {{}, {}, start, min64(tile, call.K - start), nullptr, {}};
+    if (!full) block.bits = layout.patterns_t + mark * tile * (tile / 32);
+    // Full tiles side by side are one block, if they have one depth.
+    for (i++; full && i < partial && block.count < BLOCK &&
+              layout.q_tile[i] * tile == start + block.count && (!M::LEVELS || layout.q_mark[i] == mark);
          i++)
       block.count += tile;
-    block.keys = rows_as_float(call.k, b, key_head, start, block.count, call.D, call.D, buffer.keys);
+    const int64_t D = M::LEVELS ? find_depths(call, full, mark, first, n, block, blocks) : call.D;
+    block.keys = rows_as_float(call.k, b, key_head, start, block.count, D, D, buffer.keys);
     block.values = rows_as_float(call.v, b, key_head, start, block.count, call.E, call.E, buffer.values);
     for (int64_t p = 0; p < panels; p++) {
       const Panel panel = panel_at(p);
-      if constexpr (TERMS) {
+      if constexpr (M::MORE) {
         PanelBias bias(call, b, h, panel.first, panel.count);
         bias.start_block(block.first, block.count);
-        add_block<TERMS>(call, score, block, panel, p * LANES, &bias, buffer.scores);
+        add_block<M>(call, score, block, panel, p * LANES, &bias, blocks, buffer.scores);
       } else {
-        add_block<TERMS>(call, score, block, panel, p * LANES, nullptr, buffer.scores);
+        add_block<M>(call, score, block, panel, p * LANES, nullptr, blocks, buffer.scores);
       }
     }
   }
@@ -294,7 +323,7 @@ static void forward_item(const ab_call &call, const Item &item, char *memory) {
 // The order of the tiles, when the layout has several groups.
 AB_INLINE int64_t forward_scratch_bytes(const ab_call &call) {
   const ab_layout &layout = call.layout;
-  if (call.Q <= FEW) return few_forward_scratch_bytes(call);
+  if (takes_few(call)) return few_forward_scratch_bytes(call);
   if (layout.groups == 1) return 0;
   return 4 * layout.groups * (tiles_of(call.Q, layout.tile) + 1) + 2 * 64;
 }
@@ -302,17 +331,25 @@ AB_INLINE int64_t forward_scratch_bytes(const ab_call &call) {
 static int32_t tiles_forward(const ab_call &call, char *scratch) {
   const ab_layout &layout = call.layout;
   const int64_t tiles = tiles_of(call.Q, layout.tile);
-  if (call.Q <= FEW) return few_forward(call, scratch);
-  const bool terms = has_terms(call);
+  if (takes_few(call)) return few_forward(call, scratch);
+  const bool terms = has_terms(call), levels = has_levels(call);
   int32_t *sorted = cut<int32_t>(scratch, layout.groups * tiles);
   const int32_t *order =
       order_by_group(layout.q_order, layout.groups, tiles, sorted, cut<int32_t>(scratch, layout.groups));
-  return run_items(
-      call.B * call.H * tiles, call.threads, ForwardBuffer::bytes(call), [&](int64_t i, char *memory) {
-        const int64_t b = i / tiles / call.H, h = i / tiles % call.H, g = group_of(layout, b, h);
-        const Item item = {b, h, g, order[g * tiles + i % tiles]};
-        terms ? forward_item<true>(call, item, memory) : forward_item<false>(call, item, memory);
-      });
+  char *end = nullptr;
+  ForwardBuffer(call, end);
+  TileBlocks(call, end);
+  const int64_t bytes = (int64_t)(uintptr_t)end;
+  return run_items(call.B * call.H * tiles, call.threads, bytes, [&](int64_t i, char *memory) {
+    const int64_t b = i / tiles / call.H, h = i / tiles % call.H, g = group_of(layout, b, h);
+    const Item item = {b, h, g, order[g * tiles + i % tiles]};
+    if (levels)
+      terms ? forward_item<Mode<true, true>>(call, item, memory)
+            : forward_item<Mode<false, true>>(call, item, memory);
+    else
+      terms ? forward_item<Mode<true, false>>(call, item, memory)
+            : forward_item<Mode<false, false>>(call, item, memory);
+  });
 }
 
 }  // namespace AB_LEVEL::tiles

@@ -16,6 +16,8 @@ from torch import Tensor
 from .bias import PLAIN, Diagonals, Extras, add_terms, keep_tile, store_diagonals, store_pairs
 from .config import Spec, Target
 from .launch import Lists, Numbers, Walked, launch
+from .levels import PLAIN as NO_LEVELS
+from .levels import Levels, add_levels, class_bounds, load_own, score_levels, store_chunks, zero_chunks
 from .row_sums import PADDING
 from .tile import (
     NUMBERS,
@@ -60,10 +62,12 @@ def _walk_keys(
     d_terms,
     line,
     q_len,
-    MASKED: tl.constexpr,
+    levels,
+    LOOP: tl.constexpr,
     SPEC: tl.constexpr,
 ):
     """Add the key tiles of one class, full or partial, to dq of a query tile."""
+    MASKED: tl.constexpr = LOOP[3]
     COLS: tl.constexpr = SPEC.cols
     STEPS: tl.constexpr = SPEC.tile // COLS
     rows, cols = tl.arange(0, SPEC.rows), tl.arange(0, COLS)
@@ -73,9 +77,14 @@ def _walk_keys(
             following = walk(tiles, t + 1, STEPS)
         else:
             j = walk(tiles, t, STEPS)
-        k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
         v = fetch(V, b, h, j, v_row, cols, k_len, COLS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
-        s = score(q, k, inner, SPEC)
+        if SPEC.has_levels:
+            at = j * COLS, k_row, cols, k_len
+            pairs = levels, (first + levels[1] + rows)[:, None], (j * COLS + cols)[None, :]
+            s, share, k = score_levels(q, K, *at, marks + t // STEPS, *pairs, inner, LOOP, SPEC)
+        else:
+            k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
+            s = score(q, k, inner, SPEC)
         x = s * c
         if SPEC.has_terms:
             row, col = (first + rows)[:, None], (j * COLS + cols)[None, :]
@@ -93,10 +102,13 @@ def _walk_keys(
             store_diagonals(ds, d_terms[1], line, t, first // SPEC.rows, j, q_len, SPEC)
         if SPEC.is_capped:
             ds = ds * (1.0 - s * s)
-        ds = ds.to(k.dtype)
-        if MASKED and SPEC.half:
-            ds = mask_half(ds, patterns, marks, t, rows, cols, COLS, SPEC)
-        dq = tl.dot(ds, k, dq, input_precision=SPEC.precision)
+        if SPEC.has_levels:
+            dq = add_levels(dq, ds, share, k, K, *at, *pairs, LOOP, SPEC)
+        else:
+            ds = ds.to(k.dtype)
+            if MASKED and SPEC.half:
+                ds = mask_half(ds, patterns, marks, t, rows, cols, COLS, SPEC)
+            dq = tl.dot(ds, k, dq, input_precision=SPEC.precision)
         if SPEC.ahead:
             j = following
     return dq
@@ -138,6 +150,7 @@ def backward_query_kernel(
     q_start,
     regrow,
     TERMS,
+    LEVELS,
     D_TERMS,
     SPEC: tl.constexpr,
 ):
@@ -146,9 +159,10 @@ def backward_query_kernel(
     D_COLUMNS: tl.constexpr = SPEC.d_columns
     STEPS: tl.constexpr = SPEC.tile // SPEC.cols
     listed, i, h, b = place(order, is_ordered, list_tiles, heads, ROWS, SPEC)
-    begin, middle, end = bounds(
-        group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len, STEPS
-    )
+    if not SPEC.has_levels:
+        begin, middle, end = bounds(
+            group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len, STEPS
+        )
     rows = tl.arange(0, ROWS)
     kh = h // share
     if not SPEC.tma:
@@ -157,17 +171,29 @@ def backward_query_kernel(
     k_row = SPEC.row_strides[0] if SPEC.row_strides[0] else k_strides[2]
     v_row = SPEC.row_strides[1] if SPEC.row_strides[1] else v_strides[2]
     q = head_of(Q, b, h, q_strides)
-    q = load_rows(q, i * ROWS, q_strides[2], rows, q_len, SPEC.d, D_COLUMNS, True, SPEC)
-    if SPEC.is_negated:
-        q = -q
+    if SPEC.has_levels:
+        q = load_own(q, i * ROWS, q_strides[2], rows, q_len, SPEC)
+    else:
+        q = load_rows(q, i * ROWS, q_strides[2], rows, q_len, SPEC.d, D_COLUMNS, True, SPEC)
+        if SPEC.is_negated:
+            q = -q
     grad = head_of(GRAD_OUT, b, h, grad_strides)
     grad = load_rows(grad, i * ROWS, grad_strides[2], rows, q_len, SPEC.e, SPEC.e_columns, True, SPEC)
     at = (b * heads + h).to(tl.int64) * (tl.cdiv(q_len, PADDING) * PADDING) + i * ROWS + rows
     lse2, delta = tl.load(LSE2 + at), tl.load(DELTA + at)
     patterns += (i % (SPEC.tile // ROWS)) * (ROWS * SPEC.tile // 32)
     drop = (tl.load(SEED), drop_above, q_start, regrow) if SPEC.has_dropout else None
-    dq = tl.zeros([ROWS, D_COLUMNS], tl.float32)
-    for PARTIAL in tl.static_range(2):
+    dq = zero_chunks(ROWS, SPEC) if SPEC.has_levels else tl.zeros([ROWS, D_COLUMNS], tl.float32)
+    for PART in tl.static_range(len(SPEC.loops)):
+        if SPEC.has_levels:
+            low, high = class_bounds(
+                *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len),
+                STEPS,
+                SPEC.loops[PART],
+                SPEC,
+            )
+        else:
+            low, high = middle if PART else begin, end if PART else middle
         dq = _walk_keys(
             dq,
             q,
@@ -181,8 +207,8 @@ def backward_query_kernel(
             tiles,
             marks,
             patterns,
-            middle if PARTIAL else begin,
-            end if PARTIAL else middle,
+            low,
+            high,
             k_row,
             v_row,
             k_len,
@@ -195,11 +221,15 @@ def backward_query_kernel(
             D_TERMS,
             b * heads + h,
             q_len,
-            PARTIAL,
+            LEVELS,
+            SPEC.loops[PART],
             SPEC,
         )
     base = head_of(DQ, b, h, dq_strides)
-    store_rows(base, i * ROWS, dq_strides[2], rows, q_len, dq * scale, SPEC.d, D_COLUMNS, SPEC)
+    if SPEC.has_levels:
+        store_chunks(base, i * ROWS, dq_strides[2], rows, q_len, dq, scale, SPEC)
+    else:
+        store_rows(base, i * ROWS, dq_strides[2], rows, q_len, dq * scale, SPEC.d, D_COLUMNS, SPEC)
 
 
 @triton.jit
@@ -229,10 +259,12 @@ def _walk_queries(
     d_key_bias,
     terms,
     k_len,
-    MASKED: tl.constexpr,
+    levels,
+    LOOP: tl.constexpr,
     SPEC: tl.constexpr,
 ):
     """Add the query tiles of one class, full or partial, to dk and dv of a key tile."""
+    MASKED: tl.constexpr = LOOP[3]
     ROWS: tl.constexpr = SPEC.rows
     STEPS: tl.constexpr = SPEC.tile // ROWS
     rows, cols = tl.arange(0, ROWS), tl.arange(0, SPEC.cols)
@@ -242,10 +274,17 @@ def _walk_queries(
             following = walk(tiles, t + 1, STEPS)
         else:
             j = walk(tiles, t, STEPS)
-        q = fetch(Q, b, h, j, q_row, rows, q_len, ROWS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
+        if not SPEC.has_levels:
+            q = fetch(Q, b, h, j, q_row, rows, q_len, ROWS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
         grad = fetch(GRAD_OUT, b, h, j, grad_row, rows, q_len, ROWS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
         lse2, delta = tl.load(LSE2 + j * ROWS + rows), tl.load(DELTA + j * ROWS + rows)
-        s = score(k, q, inner, SPEC)  # [cols, rows]: transposed, as the patterns are
+        # [cols, rows]: transposed, as the patterns are.
+        if SPEC.has_levels:
+            at = j * ROWS, q_row, rows, q_len
+            pairs = levels, (j * ROWS + levels[1] + rows)[None, :], (first + cols)[:, None]
+            s, share, q = score_levels(k, Q, *at, marks + t // STEPS, *pairs, inner, LOOP, SPEC)
+        else:
+            s = score(k, q, inner, SPEC)
         x = s * c
         if SPEC.has_terms:
             row, col = (j * ROWS + rows)[None, :], (first + cols)[:, None]
@@ -267,7 +306,9 @@ def _walk_queries(
                 d_key_bias += tl.sum(ds, 1)
             if SPEC.is_capped:
                 ds = ds * (1.0 - s * s)
-            if SPEC.needs_k:
+            if SPEC.needs_k and SPEC.has_levels:
+                dk = add_levels(dk, ds, share, q, Q, *at, *pairs, LOOP, SPEC)
+            elif SPEC.needs_k:
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=SPEC.precision)
         if SPEC.ahead:
             j = following
@@ -315,6 +356,7 @@ def backward_key_kernel(
     q_start,
     regrow,
     TERMS,
+    LEVELS,
     D_KEY_BIAS,
     SPEC: tl.constexpr,
 ):
@@ -329,25 +371,38 @@ def backward_key_kernel(
     listed, i, kh, b = place(order, is_ordered, list_tiles, key_heads, COLS, SPEC)
     cols = tl.arange(0, COLS)
     k = head_of(K, b, kh, k_strides)
-    k = load_rows(k, i * COLS, k_strides[2], cols, k_len, SPEC.d, D_COLUMNS, True, SPEC)
-    if SPEC.is_negated:
-        k = -k
+    if SPEC.has_levels:
+        k = load_own(k, i * COLS, k_strides[2], cols, k_len, SPEC)
+    else:
+        k = load_rows(k, i * COLS, k_strides[2], cols, k_len, SPEC.d, D_COLUMNS, True, SPEC)
+        if SPEC.is_negated:
+            k = -k
     v = head_of(V, b, kh, v_strides)
     v = load_rows(v, i * COLS, v_strides[2], cols, k_len, SPEC.e, E_COLUMNS, True, SPEC)
     q_row = SPEC.row_strides[0] if SPEC.row_strides[0] else q_strides[2]
     grad_row = SPEC.row_strides[1] if SPEC.row_strides[1] else grad_strides[2]
     patterns += (i % (SPEC.tile // COLS)) * (COLS * SPEC.tile // 32)
     drop = (tl.load(SEED), drop_above, q_start, regrow) if SPEC.has_dropout else None
-    dk = tl.zeros([COLS, D_COLUMNS], tl.float32)
+    dk = zero_chunks(COLS, SPEC) if SPEC.has_levels else tl.zeros([COLS, D_COLUMNS], tl.float32)
     dv = tl.zeros([COLS, E_COLUMNS], tl.float32)
     for number in tl.range(0, share):
         h = kh * share + number
-        begin, middle, end = bounds(
-            group, group_b, group_h, ptr, b, h, listed, list_tiles, i * COLS < k_len, STEPS
-        )
+        if not SPEC.has_levels:
+            begin, middle, end = bounds(
+                group, group_b, group_h, ptr, b, h, listed, list_tiles, i * COLS < k_len, STEPS
+            )
         at = (b * (key_heads * share) + h).to(tl.int64) * (tl.cdiv(q_len, PADDING) * PADDING)
         d_key_bias = tl.zeros([COLS], tl.float32)
-        for PARTIAL in tl.static_range(2):
+        for PART in tl.static_range(len(SPEC.loops)):
+            if SPEC.has_levels:
+                low, high = class_bounds(
+                    *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * COLS < k_len),
+                    STEPS,
+                    SPEC.loops[PART],
+                    SPEC,
+                )
+            else:
+                low, high = middle if PART else begin, end if PART else middle
             dk, dv, d_key_bias = _walk_queries(
                 dk,
                 dv,
@@ -362,8 +417,8 @@ def backward_key_kernel(
                 tiles,
                 marks,
                 patterns,
-                middle if PARTIAL else begin,
-                end if PARTIAL else middle,
+                low,
+                high,
                 q_row,
                 grad_row,
                 q_len,
@@ -374,7 +429,8 @@ def backward_key_kernel(
                 d_key_bias,
                 TERMS,
                 k_len,
-                PARTIAL,
+                LEVELS,
+                SPEC.loops[PART],
                 SPEC,
             )
         if SPEC.needs_key_bias:
@@ -382,7 +438,10 @@ def backward_key_kernel(
             tl.store(D_KEY_BIAS + at, d_key_bias, mask=i * COLS + cols < k_len)
     if SPEC.needs_k:
         base = head_of(DK, b, kh, dk_strides)
-        store_rows(base, i * COLS, dk_strides[2], cols, k_len, dk * scale, SPEC.d, D_COLUMNS, SPEC)
+        if SPEC.has_levels:
+            store_chunks(base, i * COLS, dk_strides[2], cols, k_len, dk, scale, SPEC)
+        else:
+            store_rows(base, i * COLS, dk_strides[2], cols, k_len, dk * scale, SPEC.d, D_COLUMNS, SPEC)
     if SPEC.needs_v:
         if SPEC.has_dropout:
             dv = dv * regrow
@@ -404,6 +463,7 @@ def tiles_backward_query(
     scale: float,
     softcap: float = 0.0,
     extras: Extras = PLAIN,
+    levels: Levels = NO_LEVELS,
     d_pairs: Tensor | None = None,
     needs_relative: bool = False,
 ) -> Tensor | None:
@@ -431,6 +491,7 @@ def tiles_backward_query(
         *(x.stride()[:3] for x in (q, k, v, grad_out, dq)),
         *(H, H // Hk, Q, K, numbers.c, numbers.inner, scale),
         *extras.arguments(),
+        levels.arguments(),
     )
     launch(
         backward_query_kernel,
@@ -442,6 +503,7 @@ def tiles_backward_query(
         arguments,
         **numbers.present,
         **extras.present,
+        **levels.present,
     )
     return diagonals[0].add_up() if diagonals else None
 
@@ -461,6 +523,7 @@ def tiles_backward_key(
     scale: float,
     softcap: float = 0.0,
     extras: Extras = PLAIN,
+    levels: Levels = NO_LEVELS,
     d_key_bias: Tensor | None = None,
 ) -> None:
     """Write dk [B, Hk, K, D] and dv [B, Hk, K, E], where given, of a layout's tiles, given by key.
@@ -479,6 +542,7 @@ def tiles_backward_key(
         *(x.stride()[:3] for x in (q, k, v, grad_out, *written)),
         *(Hk, H // Hk, Q, K, numbers.c, numbers.inner, scale),
         *extras.arguments(),
+        levels.arguments(),
         d_key_bias,
     )
     launch(
@@ -494,4 +558,5 @@ def tiles_backward_key(
         needs_key_bias=d_key_bias is not None,
         **numbers.present,
         **extras.present,
+        **levels.present,
     )

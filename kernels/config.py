@@ -114,6 +114,12 @@ class Spec(NamedTuple):
     needs_k: bool = False
     needs_v: bool = False
     needs_key_bias: bool = False
+    has_levels: bool = False  # a multi-level score, see levels.py
+    prefixes: tuple[int, ...] = ()
+    per_pair: bool = False  # divide by the number of levels that a pair shares
+    chunks: tuple[tuple[int, int], ...] = ()
+    pieces: tuple[Any, ...] = ()
+    loops: tuple[Any, ...] = ((0, 0, 0, False), (0, 0, 0, True))  # full tiles, partial tiles
 
 
 # (architecture, head size, list tile): forward, backward_query, backward_key, for 16-bit elements.

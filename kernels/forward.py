@@ -9,6 +9,8 @@ from torch import Tensor
 from .bias import PLAIN, Extras, add_terms, keep_tile
 from .config import Target
 from .launch import Lists, Numbers, Walked, launch
+from .levels import PLAIN as NO_LEVELS
+from .levels import Levels, class_bounds, load_own, score_levels
 from .tile import (
     LN2,
     LOG2E,
@@ -79,10 +81,12 @@ def _walk_keys(
     drop,
     terms,
     q_len,
-    MASKED: tl.constexpr,
+    levels,
+    LOOP: tl.constexpr,
     SPEC: tl.constexpr,
 ):
     """Add the key tiles of one class, full or partial, to the softmax of a query tile."""
+    MASKED: tl.constexpr = LOOP[3]
     COLS: tl.constexpr = SPEC.cols
     STEPS: tl.constexpr = SPEC.tile // COLS
     rows, cols = tl.arange(0, SPEC.rows), tl.arange(0, COLS)
@@ -92,8 +96,13 @@ def _walk_keys(
             following = walk(tiles, t + 1, STEPS)
         else:
             j = walk(tiles, t, STEPS)
-        k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
-        s = score(q, k, inner, SPEC)
+        if SPEC.has_levels:
+            at = j * COLS, k_row, cols, k_len
+            pairs = levels, (first + levels[1] + rows)[:, None], (j * COLS + cols)[None, :]
+            s, _, _ = score_levels(q, K, *at, marks + t // STEPS, *pairs, inner, LOOP, SPEC)
+        else:
+            k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
+            s = score(q, k, inner, SPEC)
         v = fetch(V, b, h, j, v_row, cols, k_len, COLS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
         if SPEC.has_terms:
             row, col = (first + rows)[:, None], (j * COLS + cols)[None, :]
@@ -143,6 +152,7 @@ def forward_kernel(
     q_start,
     regrow,
     TERMS,
+    LEVELS,
     SPEC: tl.constexpr,
 ):
     """out = softmax(score) v and lse = log(sum(exp(score))) over the listed tiles; 0 and -inf for empty rows.
@@ -153,9 +163,10 @@ def forward_kernel(
     E_COLUMNS: tl.constexpr = SPEC.e_columns
     STEPS: tl.constexpr = SPEC.tile // SPEC.cols
     listed, i, h, b = place(order, is_ordered, list_tiles, heads, ROWS, SPEC)
-    begin, middle, end = bounds(
-        group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len, STEPS
-    )
+    if not SPEC.has_levels:
+        begin, middle, end = bounds(
+            group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len, STEPS
+        )
     rows = tl.arange(0, ROWS)
     kh = h // share
     if not SPEC.tma:
@@ -164,15 +175,27 @@ def forward_kernel(
     k_row = SPEC.row_strides[0] if SPEC.row_strides[0] else k_strides[2]
     v_row = SPEC.row_strides[1] if SPEC.row_strides[1] else v_strides[2]
     q = head_of(Q, b, h, q_strides)
-    q = load_rows(q, i * ROWS, q_strides[2], rows, q_len, SPEC.d, SPEC.d_columns, True, SPEC)
-    if SPEC.is_negated:  # the maximum is of scores that are yet to be multiplied by c > 0
-        q = -q
+    if SPEC.has_levels:
+        q = load_own(q, i * ROWS, q_strides[2], rows, q_len, SPEC)
+    else:
+        q = load_rows(q, i * ROWS, q_strides[2], rows, q_len, SPEC.d, SPEC.d_columns, True, SPEC)
+        if SPEC.is_negated:  # the maximum is of scores that are yet to be multiplied by c > 0
+            q = -q
     patterns += (i % (SPEC.tile // ROWS)) * (ROWS * SPEC.tile // 32)
     drop = (tl.load(SEED), drop_above, q_start, regrow) if SPEC.has_dropout else None
     m = tl.full([ROWS], 0.0, tl.float32) + start
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, E_COLUMNS], tl.float32)
-    for PARTIAL in tl.static_range(2):
+    for PART in tl.static_range(len(SPEC.loops)):
+        if SPEC.has_levels:
+            low, high = class_bounds(
+                *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len),
+                STEPS,
+                SPEC.loops[PART],
+                SPEC,
+            )
+        else:
+            low, high = middle if PART else begin, end if PART else middle
         acc, m, total = _walk_keys(
             acc,
             m,
@@ -185,8 +208,8 @@ def forward_kernel(
             tiles,
             marks,
             patterns,
-            middle if PARTIAL else begin,
-            end if PARTIAL else middle,
+            low,
+            high,
             k_row,
             v_row,
             k_len,
@@ -197,7 +220,8 @@ def forward_kernel(
             drop,
             TERMS,
             q_len,
-            PARTIAL,
+            LEVELS,
+            SPEC.loops[PART],
             SPEC,
         )
     if not SPEC.has_terms:
@@ -234,6 +258,7 @@ def tiles_forward(
     softcap: float = 0.0,
     sink: Tensor | None = None,
     extras: Extras = PLAIN,
+    levels: Levels = NO_LEVELS,
 ) -> None:
     """Write out and lse of the pairs in a layout's tiles.
 
@@ -249,6 +274,7 @@ def tiles_forward(
         softcap: 0 is off.
         sink: float32 [H].
         extras: dropout and score terms.
+        levels: of a multi-level score, for which q is divided by the ranks.
     """
     B, H, Q, _ = q.shape
     Hk, K = k.shape[1:3]
@@ -260,6 +286,7 @@ def tiles_forward(
         *(x.stride()[:3] for x in (q, k, v, out)),
         *(H, H // Hk, Q, K, numbers.c, numbers.inner, start),
         *extras.arguments(),
+        levels.arguments(),
     )
     launch(
         forward_kernel,
@@ -272,4 +299,5 @@ def tiles_forward(
         has_sink=sink is not None,
         **numbers.present,
         **extras.present,
+        **levels.present,
     )

@@ -71,7 +71,7 @@ def launch(
     lists: Lists,
     walked: Walked,
     arguments: Callable[[Spec, Any, Any], tuple[Any, ...]],
-    **present: bool,
+    **present: Any,
 ) -> None:
     """Run a kernel in the first of its configurations that the device has room for.
 
@@ -111,7 +111,7 @@ def launch(
 _fitting: dict[tuple[Any, ...], int] = {}  # place of the configuration that fits
 
 
-def _spec(config: Config, target: Target, tile: int, walked: Walked, present: dict[str, bool]) -> Spec:
+def _spec(config: Config, target: Target, tile: int, walked: Walked, present: dict[str, Any]) -> Spec:
     first, second = walked.first, walked.second
     d, e = first.shape[3], second.shape[3]
     return Spec(
@@ -126,8 +126,9 @@ def _spec(config: Config, target: Target, tile: int, walked: Walked, present: di
         one_buffer=config.one_buffer,
         packed=config.packed,
         by_fma=config.by_fma,
-        half=config.half and not present["has_terms"],  # their gradients are sums of float32 dS
-        tma=config.tma and _can_describe(first) and _can_describe(second),
+        # The gradients of terms are sums of float32 dS; levels read parts of rows.
+        half=config.half and not present["has_terms"] and "has_levels" not in present,
+        tma=config.tma and "has_levels" not in present and _can_describe(first) and _can_describe(second),
         row_strides=(first.stride(2), second.stride(2)) if config.fixed else (0, 0),
         is_wide=any(x.stride(2) >= WIDE_ROW for x in (first, second, *walked.others)),
         shift=0 if 100 <= target.arch < 120 else 6,  # a thread of tcgen05 owns a row, not column pairs

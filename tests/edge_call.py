@@ -30,13 +30,13 @@ class _Tensor(ctypes.Structure):
     ]
 
 
-_COUNTS = ("batch", "heads", "groups", "tile", "tiles", "patterns_count", "edges")
+_COUNTS = ("batch", "heads", "groups", "tile", "tiles", "patterns_count", "edges", "classes")
 
 
 class _Layout(ctypes.Structure):
     _fields_ = [
-        *((name, _int32) for name in (*_COUNTS, "unused")),
-        *((name, _pointer) for name in FIELDS),
+        *((name, _int32) for name in _COUNTS),
+        *((name, _pointer) for name in (*FIELDS, "levels")),
     ]
 
 
@@ -56,6 +56,7 @@ class _Call(ctypes.Structure):
         *((name, _int64) for name in ("seed", "drop_below", "q_start")),
         *((name, _int32) for name in ("kept_share", "negative_slope")),
         *((name, ctypes.c_void_p) for name in ("additive", "dadditive")),
+        ("per_pair", _int64),
         ("scratch", _pointer),
         ("scratch_bytes", _int64),
         ("layout", _Layout),
@@ -101,7 +102,7 @@ def _layout(layout: Layout) -> _Layout:
     kept = layout.__dict__.get("_edge_call")
     if kept is None:
         fields = (getattr(layout, name).data_ptr() for name in FIELDS)
-        kept = _Layout(*(layout.sizes[name] for name in _COUNTS), 0, *fields)
+        kept = _Layout(*(layout.sizes[name] for name in _COUNTS), *fields)
         layout.__dict__["_edge_call"] = kept
     return kept
 

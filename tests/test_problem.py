@@ -248,7 +248,7 @@ def test_wrong_terms():
 def test_unknown_score():
     refuse(
         TypeError,
-        "score: wanted None (the dot product) or an AdditiveScore, got str 'gat'",
+        "score: wanted None (the dot product), an AdditiveScore or a MultiLevel, got str 'gat'",
         *inputs(),
         score="gat",
     )

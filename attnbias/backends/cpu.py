@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 name = "cpu"
 
-ABI_VERSION = 3
-LARGEST = 256  # of D and E
+ABI_VERSION = 4
+LARGEST = 256  # of E, and of D on edges
+LARGEST_SCORE = 1024  # of D on tiles
 FEW = 16  # queries that csrc/few.h takes at most, with scratch; a forward pass over more seldom needs any
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -35,9 +36,9 @@ _NONE = (0, 0, 0, 0, 0, 0)  # an ab_tensor that is not there
 
 # struct ab_call: what every call has; terms, sink and dropout; scratch; the layout.
 _HEAD = struct.Struct("=7q" + "4q2i" * 8 + "4Q2q2f2i")
-_EXTRAS = struct.Struct("=q" + "2Q6q" * 4 + "2Qq" + "Q" + "2Qqff" + "2Q")
+_EXTRAS = struct.Struct("=q" + "2Q6q" * 4 + "2Qq" + "Q" + "2Qqff" + "2Qq")
 _SCRATCH = struct.Struct("=Qq")
-_LAYOUT = struct.Struct(f"=8i{len(FIELDS)}Q")
+_LAYOUT = struct.Struct(f"=8i{len(FIELDS)}QQ")
 _NO_SCRATCH = _SCRATCH.pack(0, 0)
 _NO_EXTRAS = bytes(_EXTRAS.size)
 
@@ -117,9 +118,16 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"device: only the CPU, got {query.device}")
     if query.dtype not in _DTYPES:
         reasons.append(f"dtype: float32, bfloat16 or float16, got {query.dtype}")
-    if D > LARGEST or E > LARGEST:
-        reasons.append(f"head size: at most {LARGEST}, got D={D} and E={E}")
+    if D > LARGEST_SCORE or E > LARGEST:
+        reasons.append(f"head size: at most D={LARGEST_SCORE} and E={LARGEST}, got D={D} and E={E}")
+    elif D > LARGEST and not _is_tiled(problem):
+        reasons.append(f"head size: at most D={LARGEST} unless all pairs are in tiles, got D={D}")
     return reasons + why_not_parts(problem.terms) if problem.terms else reasons
+
+
+def _is_tiled(problem: Problem) -> bool:
+    """Whether no pair will be kept as an edge."""
+    return problem.form == "tiles" if problem.layout is None else not problem.layout.sizes["edges"]
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -262,7 +270,7 @@ def _head(
             *_tensor(grads[2]),
             *(lse.data_ptr(), _address(grad_lse), _address(edge_bias), _address(d_edge_bias)),
             *((0, 0) if extras is None else extras.bias_strides),
-            *(call.scale, call.softcap),
+            *(_scale(call), call.softcap),
             *(torch.get_num_threads(), extras is not None and extras.bias_by_place),
         )
         + more
@@ -273,8 +281,14 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+def _scale(call: Call) -> float:
+    """The kernels divide by the levels of a pair; by those that there are, it is a part of the scale."""
+    is_by_levels = call.score is not None and call.score.normalize == "levels"
+    return call.scale / len(call.score.ranks) if call.score is not None and is_by_levels else call.scale
+
+
 def _has_extras(call: Call) -> bool:
-    return bool(call.spec) or call.sink is not None or call.dropout_p != 0
+    return bool(call.spec) or call.sink is not None or call.dropout_p != 0 or call.score is not None
 
 
 class _Extras:
@@ -345,6 +359,7 @@ class _Extras:
             _address(sink),
             *(seed, drop_below, call.layout.q_start, kept_share),
             *(negative_slope, _address(weight), _address(d_weight)),
+            call.score is not None and call.score.normalize == "pair",
         )
 
     def finish(self) -> list[Tensor]:
@@ -384,12 +399,14 @@ def _layout(layout: Layout) -> tuple[bytes, bool]:
     kept: tuple[int, Tensor, bytes, bool] | None = getattr(buffer, "_attnbias_cpu", None)
     start = buffer.data_ptr()
     if kept is None or kept[0] != start or kept[1] is not layout.where:
-        offsets = layout.where.tolist()[len(SIZES) :]
+        fixed = len(SIZES) + len(FIELDS)
+        offsets = layout.where.tolist()[len(SIZES) : fixed]
         sizes = layout.sizes
         packed = _LAYOUT.pack(
             *(sizes["batch"], sizes["heads"], sizes["groups"], sizes["tile"]),
-            *(sizes["tiles"], sizes["patterns_count"], sizes["edges"], 0),
+            *(sizes["tiles"], sizes["patterns_count"], sizes["edges"], sizes["classes"]),
             *(start + 4 * offset for offset in offsets),
+            layout.where.data_ptr() + 8 * fixed,
         )
         few = sizes["q_len"] <= FEW
         kept = (start, layout.where, packed, few or sizes["groups"] > 1 or sizes["edges"] > 0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..multilevel import MultiLevel
 from ..philox import keep_mask
 from ..scores import MadeScore
 from ..terms import EdgeBias
@@ -113,8 +114,16 @@ def _weigh(
     )
     heads = (Hk, H // Hk if Hk else 1)  # query heads by the key head they share
     rows = query[:, :, start:stop]
+
+    def multiply(dims: slice) -> Tensor:
+        grouped = torch.unflatten(rows[..., dims], 1, heads)
+        return torch.einsum("bgrqd,bgkd->bgrqk", grouped, key[..., dims]).flatten(1, 2)
+
     if problem.score is None:
-        scores = torch.einsum("bgrqd,bgkd->bgrqk", torch.unflatten(rows, 1, heads), key).flatten(1, 2)
+        scores = multiply(slice(None))
+    elif isinstance(problem.score, MultiLevel):
+        levels = problem.score.bind(query.shape[2], K, problem.q_start)
+        scores = problem.score.compare(levels, index.q, index.k, multiply)
     else:
         assert not isinstance(problem.score, MadeScore)
         keys = key.repeat_interleave(heads[1], 1)

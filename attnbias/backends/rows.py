@@ -7,7 +7,9 @@ deterministic.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -179,12 +181,24 @@ def _edges(call: Call, g: int, rows: slice, keys: Tensor) -> tuple[Tensor, Tenso
     return layout.edge_id[slots].long(), row * len(keys) + column
 
 
+def _levels(call: Call, tile: _Tile) -> list[tuple[slice, Tensor | float]]:
+    """Ranges of dimensions, and what their products at each pair [rows, m] are multiplied by."""
+    if call.score is None:
+        return [(slice(None), 1.0)]
+    levels = call.layout.levels
+    assert levels is not None  # the layout fits the score
+    rows = torch.arange(tile.rows.start, tile.rows.stop, device=tile.keys.device)[:, None]
+    spread = call.score.spread(levels, rows + call.layout.q_start, tile.keys)
+    return [(dims, factor.to(_precision(call.query))) for dims, factor in spread]
+
+
 def _scores(call: Call, tile: _Tile) -> tuple[Tensor, Tensor | float]:
     """Return the scores [n, rows, m], -inf where unrelated, and their slope by q . k or the like."""
     precision = _precision(call.query)
     queries, keys = _sides(call, tile)
     if call.additive is None:
-        scores = queries @ keys.mT * call.scale
+        parts = (queries[..., dims] @ keys[..., dims].mT * factor for dims, factor in _levels(call, tile))
+        scores = reduce(operator.add, parts) * call.scale
     else:
         weight, negative_slope = call.additive
         lifted = torch.nn.functional.leaky_relu(queries[:, :, None] + keys[:, None], negative_slope)
@@ -213,7 +227,9 @@ def _through_score(call: Call, tile: _Tile, d_raw: Tensor) -> tuple[Tensor, Tens
     """Gradients of queries [n, rows, D], keys [n, m, D] and an additive score's weight [n, D]."""
     queries, keys = _sides(call, tile)
     if call.additive is None:
-        return d_raw @ keys, d_raw.mT @ queries, None
+        d_products = [(dims, d_raw * factor) for dims, factor in _levels(call, tile)]
+        d_query = torch.cat([d @ keys[..., dims] for dims, d in d_products], -1)
+        return d_query, torch.cat([d.mT @ queries[..., dims] for dims, d in d_products], -1), None
     weight, negative_slope = call.additive
     sums = queries[:, :, None] + keys[:, None]  # [n, rows, m, D]
     steepness = torch.where(sums > 0, 1, sums.new_full((), negative_slope))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..kernels.config import target_of
 from ..layouts.layout import FIELDS, SIZES, field_shapes
-from ..scores import AdditiveScore
 from ..terms import why_not_parts
 from . import triton_terms
 from .strides import empty_like_query
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from ..kernels.edge_items import EdgeLists
     from ..kernels.edge_launch import Additive
     from ..kernels.launch import Lists
+    from ..kernels.levels import Levels
     from ..layouts.layout import Layout
     from ..problem import Call, Problem
 
@@ -48,14 +48,8 @@ def why_not(problem: Problem) -> list[str]:
         (no_bits, "dtype: Triton's interpreter computes with the bits of bfloat16, not with its numbers"),
         (query.dtype not in DTYPES, f"dtype: float32, float16 or bfloat16, got {query.dtype}"),
         (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
-        (not _has_score(problem), f"score: the dot product or an AdditiveScore, got {problem.score!r}"),
     )
     return [words for is_so, words in refused if is_so] + why_not_parts(problem.terms)
-
-
-def _has_score(problem: Problem) -> bool:
-    score = problem.score
-    return score is None or isinstance(score, AdditiveScore) or score.word.startswith("additive=")
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -68,6 +62,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     if not lse.numel():
         return out, lse
+    levels, factors = _levels(call)
+    if factors is not None:
+        query = query * factors
     inputs = _dense(query), _dense(call.key), _dense(call.value)
     sink = None if call.sink is None else call.sink.float()
     has_tiles, has_edges = layout.tiles > 0, layout.edges > 0
@@ -80,7 +77,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
             last_sink = None if has_edges else sink
             target = _target(query.device)
             tiles_forward(
-                *inputs, partly, lse, by_query, target, sink=last_sink, extras=extras, **_numbers(call)
+                *(*inputs, partly, lse, by_query, target),
+                sink=last_sink,
+                extras=extras,
+                levels=levels,
+                **_numbers(call),
             )
         if has_edges:
             start = (partly, lse) if has_tiles else None
@@ -155,7 +156,9 @@ def _backward(
     from ..kernels.edges_backward import edges_backward
 
     layout = call.layout
-    inputs = _dense(call.query), _dense(call.key), _dense(call.value)
+    levels, factors = _levels(call)
+    query = call.query if factors is None else call.query * factors
+    inputs = _dense(query), _dense(call.key), _dense(call.value)
     by_query, by_key, edges = _lists(layout)
     has_tiles, has_edges = layout.tiles > 0, layout.edges > 0
     extras = _extras(call)
@@ -173,14 +176,21 @@ def _backward(
             parts.relative = tiles_backward_query(
                 *(*given, torch.empty_like(inputs[0]) if dq is None else dq, by_query, target),
                 extras=extras,
+                levels=levels,
                 d_pairs=parts.by_pair,
                 needs_relative=needs_relative,
                 **_numbers(call),
             )
         if (dk is not None or dv is not None or parts.key is not None) and call.key.shape[2]:
             tiles_backward_key(
-                *given, dk, dv, by_key, target, extras=extras, d_key_bias=parts.key, **_numbers(call)
+                *(*given, dk, dv, by_key, target),
+                extras=extras,
+                levels=levels,
+                d_key_bias=parts.key,
+                **_numbers(call),
             )
+        if dq is not None and factors is not None:
+            dq.mul_(factors)
     if has_edges and (parts.wanted or parts.needs_weight or any(x is not None for x in written)):
         given_out = out, lse, grad_out, grad_lse
         parts.edges, parts.weight = edges_backward(
@@ -197,7 +207,29 @@ def _backward(
 
 
 def _numbers(call: Call) -> dict[str, float]:
-    return {"scale": call.scale, "softcap": call.softcap}
+    is_by_levels = call.score is not None and call.score.normalize == "levels"
+    scale = call.scale / len(call.score.ranks) if call.score is not None and is_by_levels else call.scale
+    return {"scale": scale, "softcap": call.softcap}
+
+
+def _levels(call: Call) -> tuple[Levels, Tensor | None]:
+    """Return the levels of a multi-level score, and what divides the query by their ranks, [D]."""
+    from ..kernels.levels import PLAIN, Levels
+
+    if call.score is None:
+        return PLAIN, None
+    found, buffer = call.layout.levels, call.layout.buffer
+    assert found is not None  # the layout fits the score
+    # Kept on the tensor, as the lists are: a copy to the device for each layout, not for each call.
+    kept: tuple[Tensor, Tensor] | None = getattr(buffer, "_attnbias_levels", None)
+    if kept is None:
+        ranks = torch.tensor(call.score.ranks, device=buffer.device)
+        widths = torch.tensor(found.widths, dtype=torch.int32, device=buffer.device)
+        kept = widths, (1 / ranks).repeat_interleave(ranks, output_size=found.prefixes[-1])
+        buffer._attnbias_levels = kept  # type: ignore[attr-defined]
+    per_pair = call.score.normalize == "pair"
+    levels = Levels(kept[0], call.layout.q_start, found.prefixes, per_pair)
+    return levels, kept[1].to(call.query.dtype)
 
 
 def _additive(call: Call) -> Additive | None:
@@ -267,7 +299,7 @@ def _lists(layout: Layout) -> tuple[Lists, Lists, EdgeLists]:
 
 def _fields(layout: Layout) -> dict[str, Tensor]:
     """Return the fields as tensors on the buffer's memory, but no views of it: they are kept on it."""
-    buffer, offsets = layout.buffer, layout.where.tolist()[len(SIZES) :]
+    buffer, offsets = layout.buffer, layout.where.tolist()[len(SIZES) : len(SIZES) + len(FIELDS)]
     storage, start = buffer.untyped_storage(), buffer.storage_offset()
     fields = {}
     for field, offset in zip(FIELDS, offsets, strict=True):

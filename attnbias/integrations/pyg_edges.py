@@ -213,6 +213,16 @@ def by_chunks(function: Callable[..., Tensor], width: int, nodes: int, *by_edge:
     ]
 
 
+def dot_nodes(query: Tensor, key: Tensor, edges: Edges, dtype: torch.dtype) -> Tensor:
+    """The products ``query[target, h] . key[source, h]`` of each edge, [E, H], computed in the dtype."""
+
+    def dot(source: Tensor, target: Tensor) -> Tensor:
+        return (query.index_select(0, target).to(dtype) * key.index_select(0, source).to(dtype)).sum(-1)
+
+    (targets, heads, size), sources = query.shape, len(key)
+    return torch.cat(by_chunks(dot, heads * size, max(targets, sources), edges.source, edges.target))
+
+
 def dot_features(query: Tensor, edges: Edges) -> Tensor:
     """The products ``query[target, h] . attr`` of each edge, [E, H]; query is [targets, H, d]."""
 

@@ -12,6 +12,7 @@ from .build import build_layout
 from .layout import Form, Layout
 
 if TYPE_CHECKING:
+    from ..multilevel import MultiLevel
     from ..relations.relation import Relation
 
 Key = tuple[object, ...]
@@ -80,9 +81,10 @@ def cached_layout(
     form: Form,
     batch: int | None,
     heads: int | None,
+    score: MultiLevel | None = None,
 ) -> Layout:
     """See :meth:`Relation.layout`."""
-    key: Key = (q_len, k_len, q_start, device, form, batch, heads)
+    key: Key = (q_len, k_len, q_start, device, form, batch, heads, score)
     own: dict[Key, Layout] | None = None
     if relation.is_plain:
         key = (relation.key, *key)
@@ -103,6 +105,7 @@ def cached_layout(
         tile=None,
         batch=batch,
         heads=heads,
+        score=score,
     )
     if own is None:
         return layout_cache.put(key, layout)

@@ -18,6 +18,7 @@ from .intervals import gather_ranges
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ..multilevel import Levels, MultiLevel
     from ..relations.relation import Relation
 
 VERSION = 1
@@ -109,6 +110,7 @@ class Stats:
     executed: int
     waste: float
     bytes: int
+    score_macs: int  # multiply-adds of the executed scores; 0 in a layout for no multi-level score
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.__dataclass_fields__)
@@ -126,6 +128,7 @@ class Stats:
             f"{self.tiles_full} full and {self.tiles_partial} partial tiles of {self.tile} "
             f"({self.patterns} patterns), {self.edges} edges; {self.pairs} pairs needed, "
             f"{self.executed} executed ({self.waste:.2f}x), {self.bytes} bytes"
+            + (f"; {self.score_macs} multiply-adds of scores" if self.score_macs else "")
         )
 
 
@@ -134,7 +137,8 @@ class Layout:
 
     Its whole state is two tensors: ``buffer``, int32 on the layout's device, and ``where``, int64 on the
     host, which holds the sizes below and the offset of each field in the buffer. All fields are views.
-    With G groups, C = 2 classes (0 full tiles, 1 partial tiles), ``q_tiles = ceil(q_len / tile)``:
+    With G groups, C = 2 classes (0 full tiles, 1 partial tiles), ``q_tiles = ceil(q_len / tile)``, and with a
+    multi-level score of L levels C = L + 2 (full tiles by their depth, 0 to L, then partial ones):
 
     ================  ======================  ============================================================
     field             shape                   meaning
@@ -142,7 +146,7 @@ class Layout:
     ``group``         [batch, heads]          the group that serves a batch and head; batch, heads may be 1
     ``q_ptr``         [G, q_tiles, C + 1]     bounds of each class in ``q_tile`` for a query tile
     ``q_tile``        [tiles + 1]             key tiles by query tile, increasing in a class; one spare entry
-    ``q_mark``        [tiles + 1]             pattern of a partial tile, depth (0) of a full one
+    ``q_mark``        [tiles + 1]             pattern of a partial tile, depth of a full one: its class
     ``k_ptr`` ...     as above                the same tiles by key tile: ``k_ptr, k_tile, k_mark``
     ``patterns``      [P, tile, tile / 32]    bit j of word w of row r: query r, key 32 w + j
     ``patterns_t``    [P, tile, tile / 32]    the same with rows = keys
@@ -157,6 +161,8 @@ class Layout:
 
     A full tile has no bounds to check along the side that a kernel walks: by query, the key tile at a
     ragged end is partial; by key, the query tile at a ragged end is partial. Bits past the ends are 0.
+    With a multi-level score a tile whose pairs differ in depth is partial, too, and ``where`` goes on with
+    the widths and prefixes of the levels.
     """
 
     buffer: Tensor
@@ -178,6 +184,7 @@ class Layout:
         tile: int | None = None,
         batch: int | None = None,
         heads: int | None = None,
+        score: MultiLevel | None = None,
     ) -> Layout:
         """Build anew, past every cache.
 
@@ -191,6 +198,7 @@ class Layout:
             tile: 64 or 128; chosen by counted work when None.
             batch: batch size, for relations that fit any.
             heads: head count, for relations that fit any.
+            score: the multi-level score that it is for; its pairs are all in tiles.
 
         Example:
             >>> import attnbias as ab
@@ -210,6 +218,7 @@ class Layout:
             tile=tile,
             batch=batch,
             heads=heads,
+            score=score,
         )
 
     @cached_property
@@ -221,6 +230,16 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """The host integers by name."""
         return dict(zip(SIZES, self._numbers, strict=False))
+
+    @property
+    def levels(self) -> Levels | None:
+        """The levels of the multi-level score that it is for."""
+        if self.sizes["classes"] == 2:
+            return None
+        from ..multilevel import Levels
+
+        count, tail = self.sizes["classes"] - 2, self._numbers[len(SIZES) + len(FIELDS) :]
+        return Levels(tuple(tail[:count]), tuple(tail[count:]))
 
     def __getattr__(self, name: str) -> Any:
         # Only reached for names that are not ordinary attributes: the sizes and the fields.
@@ -290,7 +309,7 @@ class Layout:
         """Decode query tile ``t`` of group ``g``: keys [n], and how often each pair counts [rows, n]."""
         tile, device = self.tile, self.buffer.device
         first, stop = t * tile, min((t + 1) * tile, self.q_len)
-        begin, middle, end = self.q_ptr[g, t].tolist()
+        begin, *_, middle, end = self.q_ptr[g, t].tolist()
         inside = torch.arange(tile, device=device)
         keys = (self.q_tile[begin:end].long()[:, None] * tile + inside).reshape(-1)
         counts = torch.ones(stop - first, end - begin, tile, dtype=torch.int64, device=device)
@@ -330,15 +349,17 @@ class Layout:
 
     def stats(self) -> Stats:
         """Tiles by kind, pairs needed and executed, edges and bytes, summed over the groups."""
+        from .levels import count_macs
+
         ptr = self.q_ptr.cpu().numpy().astype(np.int64).reshape(-1, self.classes + 1)
-        full = ptr[:, 1] - ptr[:, 0]
+        full = ptr[:, -2] - ptr[:, 0]
         # A full tile by query may have fewer rows than its size, never fewer keys.
         height = np.full(-(-self.q_len // self.tile), self.tile)
         height[self.q_len // self.tile :] = self.q_len % self.tile
         area = int((full.reshape(self.groups, -1) * height).sum()) * self.tile
         bits = np.unpackbits(self.patterns.cpu().numpy().view(np.uint8).reshape(-1))
         per_pattern = bits.reshape(self.patterns_count, self.tile**2).sum(1, dtype=np.int64)
-        bounds = np.append(ptr[:, 1:].reshape(-1), self.tiles)  # alternating: partial tiles, full tiles
+        bounds = np.append(ptr[:, -2:].reshape(-1), self.tiles)  # alternating: partial tiles, full tiles
         _, partial = gather_ranges(bounds, np.arange(0, len(bounds) - 1, 2))
         marks = self.q_mark.cpu().numpy()[partial]
         pairs = area + int(per_pattern[marks].sum()) + self.edges
@@ -353,6 +374,7 @@ class Layout:
             executed=executed,
             waste=executed / pairs if pairs else 1.0,
             bytes=self.buffer.numel() * 4 + self.where.numel() * 8,
+            score_macs=count_macs(self, partial),
         )
 
     def validate(self) -> None:

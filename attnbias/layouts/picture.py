@@ -33,7 +33,7 @@ def tile_kinds(layout: Layout, group: int) -> NDArray[np.int64]:
         raise ValueError(f"picture: {shape[0]} x {shape[1]} tiles are too many to draw")
     kinds = np.zeros(shape, np.int64)
     listed = layout.q_tile.cpu().numpy()
-    for t, (begin, middle, end) in enumerate(layout.q_ptr[group].tolist()):
+    for t, (begin, *_, middle, end) in enumerate(layout.q_ptr[group].tolist()):
         kinds[t, listed[begin:middle]] = 2
         kinds[t, listed[middle:end]] = 1
     if layout.edges:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from .intervals import Ints, gather_ranges
+from .intervals import Ints
 from .layout import ALIGNMENT, FIELDS, SIZES, VERSION, Layout, field_offsets, field_shapes
 from .tiles import transpose_words, unpack_bits
 
@@ -40,7 +41,8 @@ def validate(layout: Layout) -> None:
 
 def _check_sizes(layout: Layout) -> dict[str, int]:
     where, buffer = layout.where, layout.buffer
-    if where.dtype != torch.int64 or where.shape != (len(SIZES) + len(FIELDS),):
+    fixed = len(SIZES) + len(FIELDS)
+    if where.dtype != torch.int64 or where.stride() != (1,) or len(where) < fixed:
         _fail(f"where is {where.dtype} {list(where.shape)}")
     if buffer.dtype != torch.int32 or buffer.dim() != 1:
         _fail(f"buffer is {buffer.dtype} {list(buffer.shape)}")
@@ -50,18 +52,34 @@ def _check_sizes(layout: Layout) -> dict[str, int]:
     for name, value in sizes.items():
         if name != "q_start" and not 0 <= value < _LIMIT:
             _fail(f"{name} = {value}")
-    if sizes["tile"] not in (64, 128) or sizes["classes"] != 2 or sizes["groups"] < 1:
+    if sizes["tile"] not in (64, 128) or sizes["classes"] < 2 or sizes["groups"] < 1:
         _fail(f"tile {sizes['tile']}, classes {sizes['classes']}, groups {sizes['groups']}")
+    if len(where) != fixed + 2 * (sizes["classes"] - 2):
+        _fail(f"classes {sizes['classes']} with {len(where) - fixed} numbers of levels")
+    _check_levels(layout, sizes)
     # In Python integers, which do not overflow, before anything is sliced.
     total = sum(int(np.prod([int(n) for n in s], dtype=object)) for s in field_shapes(sizes).values())
     if total >= _LIMIT:
         _fail(f"{total} entries")
     offsets, length = field_offsets(sizes)
-    if layout._numbers[len(SIZES) :] != offsets or buffer.numel() != length:
+    if layout._numbers[len(SIZES) : fixed] != offsets or buffer.numel() != length:
         _fail(
             f"a buffer of {buffer.numel()} entries, its sizes ask for {length} at {ALIGNMENT}-aligned offsets"
         )
     return sizes
+
+
+def _check_levels(layout: Layout, sizes: dict[str, int]) -> None:
+    levels = layout.levels
+    if levels is None:
+        return
+    for wide, narrow in pairwise(levels.widths):
+        if not (0 < narrow < _LIMIT and wide % narrow == 0):
+            _fail(f"widths {list(levels.widths)} do not nest")
+    if not 0 <= levels.widths[0] < _LIMIT or any(a >= b for a, b in pairwise((0, *levels.prefixes))):
+        _fail(f"widths {list(levels.widths)} and prefixes {list(levels.prefixes)}")
+    if sizes["edges"]:
+        _fail("edges with a multi-level score")
 
 
 def _check_lists(
@@ -81,15 +99,14 @@ def _check_lists(
     _inside(f"{side}_tile", view[f"{side}_tile"], max(cols, 1))
     bounds = view[f"{side}_ptr"].reshape(-1, sizes["classes"] + 1)
     row = np.repeat(np.arange(len(bounds)), bounds[:, -1] - bounds[:, 0])
-    partial = np.zeros(count, bool)
-    partial[
-        gather_ranges(np.append(bounds[:, 1:].reshape(-1), count), np.arange(0, 2 * len(bounds), 2))[1]
-    ] = True
-    if ((tile[1:] <= tile[:-1]) & (row[1:] == row[:-1]) & (partial[1:] == partial[:-1])).any():
+    last = sizes["classes"] - 1
+    kind = np.repeat(np.tile(np.arange(last + 1), len(bounds)), np.diff(bounds).reshape(-1))
+    partial = kind == last
+    if ((tile[1:] <= tile[:-1]) & (row[1:] == row[:-1]) & (kind[1:] == kind[:-1])).any():
         _fail(f"{side}_tile does not rise within a row")
     _inside(f"{side}_mark", mark[partial], sizes["patterns_count"])
-    if mark[~partial].any():
-        _fail(f"{side}_mark gives a full tile a depth")
+    if (mark != kind)[~partial].any():
+        _fail(f"{side}_mark gives a full tile a depth that is not its class")
     order = view[f"{side}_order"]
     if not np.array_equal(np.sort(order), np.arange(len(order))):
         _fail(f"{side}_order is not a permutation")
@@ -144,9 +161,9 @@ def _check_sides(sizes: dict[str, int], by_query: tuple[Ints, ...], by_key: tupl
     inner = ((query_tile + 1) * tile <= sizes["q_len"]) & ((key_tile + 1) * tile <= sizes["k_len"])
     if (partial[order] != other_partial[back])[inner].any():
         _fail("a tile is full by query and partial by key")
-    both = (partial[order] > 0) & (other_partial[back] > 0)
+    both = partial[order] == other_partial[back]
     if (mark[order] != other_mark[back])[both].any():
-        _fail("a tile has another pattern by query than by key")
+        _fail("a tile has another pattern or depth by query than by key")
 
 
 def _check_edges(sizes: dict[str, int], view: dict[str, Ints]) -> None:

@@ -12,11 +12,20 @@ from .mechanisms import (
 from .multihead import MultiheadAttention
 from .relational import RelationalAttention
 from .rotary import Rotary
+from .structured import (
+    BilinearBTTAttention,
+    BilinearMLRAttention,
+    MLRAttention,
+    parameter_groups,
+)
 
 __all__ = [
+    "BilinearBTTAttention",
+    "BilinearMLRAttention",
     "Block",
     "EncoderDecoderAttention",
     "GraphAttention",
+    "MLRAttention",
     "MaskedAttention",
     "MultiheadAttention",
     "RelationalAttention",
@@ -24,4 +33,5 @@ __all__ = [
     "SelfAttention",
     "SparseAttention",
     "StridedAttention",
+    "parameter_groups",
 ]

@@ -18,6 +18,7 @@ from ..layouts.predicate import Predicate
 
 if TYPE_CHECKING:
     from ..layouts.layout import Form, Layout
+    from ..multilevel import MultiLevel
 
 MANY_NUMBERS = 64  # a relation holding more is abbreviated when printed and named by a token in keys
 
@@ -165,6 +166,7 @@ class Relation:
         form: Form = "auto",
         batch: int | None = None,
         heads: int | None = None,
+        score: MultiLevel | None = None,
     ) -> Layout:
         """The layout at these lengths, built once and kept with the relation."""
         from ..layouts.cache import cached_layout
@@ -179,6 +181,7 @@ class Relation:
             # Sizes matter only to relations that fit any: elsewhere they would split the cache.
             batch=batch if self.batch_size is None else None,
             heads=heads if self.head_count is None else None,
+            score=score,
         )
 
     def dense(
@@ -442,6 +445,8 @@ def show(value: Any, short: bool | None = None) -> str:
 
 def as_indices(name: str, value: Any, ranks: Sequence[int]) -> Tensor:
     """A private int64 copy of integers given as a tensor, an array or nested lists."""
+    if isinstance(value, np.ndarray):
+        value = np.ascontiguousarray(value)  # torch takes no negative strides
     tensor = torch.as_tensor(value)
     if tensor.numel() == 0 and not isinstance(value, Tensor | np.ndarray):
         tensor = tensor.long()

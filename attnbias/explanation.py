@@ -12,8 +12,10 @@ from torch import Tensor
 
 from . import dispatch, testing
 from .backends import reference, sdpa
+from .multilevel import MultiLevel
 from .ops import attend, layout_of
 from .problem import Problem
+from .scores import AdditiveScore
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -156,8 +158,10 @@ def verify(
     exact = _differentiate(_detached(problem, torch.float64), weights, reference.attend)
     textbook = _textbook(problem, weights)
     grad_out, grad_lse = _draw_weights(problem)
+    levels = problem.score if isinstance(problem.score, MultiLevel) else None
+    scale = problem.scale if levels is None else problem.scale / min(levels.ranks)
     sizes = testing.magnitudes(
-        problem.query, problem.key, problem.value, grad_out, grad_lse, problem.scale, problem.dropout_p
+        problem.query, problem.key, problem.value, grad_out, grad_lse, scale, problem.dropout_p
     )
     results = {what: _compare(what, got[what], textbook[what], exact[what], sizes[what]) for what in got}
     return Verification(name, results)
@@ -247,6 +251,7 @@ def _textbook_strip(problem: Problem, weights: Sequence[Tensor], rows: slice) ->
             mask,
             counts=counts,
             terms=strip.terms,
+            score=problem.score if isinstance(problem.score, (AdditiveScore, MultiLevel)) else None,
             scale=strip.scale,
             softcap=strip.softcap,
             sink=strip.sink,

@@ -1,0 +1,335 @@
+"""Attention with structured scores: more score dimensions for near tokens, or scores of full rank.
+
+Initialisation, scales and learning rates are those of "Customizing the inductive biases of softmax attention
+using structured matrices" (Kuang et al., 2025). An output projection starts at zero, so that a fresh layer
+adds nothing to its residual.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..multilevel import MultiLevel, Normalize
+from ..ops import attention
+from ..relations import Causal
+from ..relations.relation import Relation
+
+BASE_WIDTH = 768  # at which learning rates are not multiplied
+
+
+class _Structured(nn.Module):
+    """What the layers share: values, the output projection, and learning rates."""
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        relation: Relation | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        if heads < 1 or d_model % heads:
+            raise ValueError(f"heads: wanted a number that divides d_model = {d_model}, got {heads}")
+        self.d_model, self.heads, self.head_size = d_model, heads, d_model // heads
+        self.relation = relation
+        self.made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.value = self._linear()
+        self.output = self._linear()
+        nn.init.zeros_(self.output.weight)
+
+    def _linear(self) -> nn.Linear:
+        layer = nn.Linear(self.d_model, self.d_model, bias=False, **self.made)
+        nn.init.normal_(layer.weight, std=self.d_model**-0.5)
+        return layer
+
+    def _norm(self, size: int) -> nn.LayerNorm:
+        return nn.LayerNorm(size, bias=False, **self.made)
+
+    def _core(self, fan_in: int, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.randn(*shape, **self.made) * fan_in**-0.5)
+
+    def _finish(self, x: Tensor, query: Tensor, key: Tensor, **options: Any) -> Tensor:
+        """Attend with queries and keys [B, H, T, .]; x [B, T, d_model] gives the values."""
+        value = self.value(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        out = attention(query, key, value, self.relation, **options)
+        projected: Tensor = self.output(out.transpose(1, 2).flatten(2))
+        return projected
+
+    def fan_ins(self) -> dict[Tensor, int]:
+        """The number of inputs of each matrix that learns at a rate of its own."""
+        linear = [layer for layer in self.children() if isinstance(layer, nn.Linear)]
+        return {layer.weight: layer.in_features for layer in linear}
+
+    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
+        """The layer's parameters by learning rate, for an optimiser: ``lr`` times 768 / fan_in."""
+        return parameter_groups(self, lr)
+
+
+class MLRAttention(_Structured):
+    """Attention whose near pairs are scored in more dimensions than its far ones (see ``MultiLevel``).
+
+    Queries and keys are normalised over the whole head before its dimensions are split into levels.
+
+    Args:
+        d_model: features of a token.
+        heads: attentions side by side.
+        ranks: dimensions of each level; their sum is ``d_model / heads``.
+        relation: which token attends to which.
+        widths: positions of a block of each level; halving from the sequence's length if None.
+        normalize: as in ``MultiLevel``.
+        scale: factor of the score. One level with a factor of 8 is the paper's plain attention.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: if the sizes do not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnbias.nn import MLRAttention
+        >>> layer = MLRAttention(32, 2, ranks=[8, 4, 4])
+        >>> layer(torch.randn(3, 100, 32)).shape
+        torch.Size([3, 100, 32])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        ranks: Sequence[int],
+        relation: Relation | None = Causal(),  # noqa: B008 - a frozen value
+        *,
+        widths: Sequence[int | None] | None = None,
+        normalize: Normalize = "pair",
+        scale: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, heads, relation, device, dtype)
+        self.score = MultiLevel(ranks, widths, normalize)
+        _check_ranks(self.score.ranks, self.head_size)
+        self.scale = scale
+        self.query, self.key = self._linear(), self._linear()
+        self.query_norm, self.key_norm = self._norm(self.head_size), self._norm(self.head_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend among tokens x [B, T, d_model]."""
+        query, key = (
+            norm(project(x).unflatten(-1, (self.heads, -1))).transpose(1, 2)
+            for project, norm in ((self.query, self.query_norm), (self.key, self.key_norm))
+        )
+        return self._finish(x, query, key, score=self.score, scale=self.scale)
+
+
+class BilinearMLRAttention(_Structured):
+    """Attention by a form ``x^T M x'`` whose M is multi-level low-rank in the features.
+
+    Level l sees the features in ``2**l`` slices, with ``ranks[l]`` dimensions of score for each slice, and is
+    normalised on its own. So the form has rank ``sum of ranks[l] * 2**l`` for as many parameters as the
+    usual one of rank ``d_model / heads``.
+
+    Args:
+        d_model: features of a token; ``2**(levels - 1)`` divides it.
+        heads: attentions side by side.
+        ranks: dimensions of each level and slice; their sum is ``d_model / heads``.
+        relation: which token attends to which.
+        scaling: "sp" divides a level's products by the root of their number, "mup" by the number over 8.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: if the sizes do not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnbias.nn import BilinearMLRAttention
+        >>> layer = BilinearMLRAttention(64, 8, ranks=[2, 2, 2, 2])
+        >>> layer(torch.randn(3, 10, 64)).shape, layer.score_size
+        (torch.Size([3, 10, 64]), 30)
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        ranks: Sequence[int],
+        relation: Relation | None = Causal(),  # noqa: B008 - a frozen value
+        *,
+        scaling: Literal["sp", "mup"] = "sp",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, heads, relation, device, dtype)
+        self.ranks = tuple(ranks)
+        _check_ranks(self.ranks, self.head_size)
+        _check_scaling(scaling)
+        slices = [2**level for level in range(len(self.ranks))]
+        if d_model % slices[-1]:
+            raise ValueError(
+                f"ranks: wanted 2**(levels - 1) to divide d_model = {d_model}, got {len(ranks)} levels"
+            )
+        sizes = [rank * count for rank, count in zip(self.ranks, slices, strict=True)]
+        self.score_size = sum(sizes)
+        self.factors = [_factor(size, scaling) for size in sizes]
+        self.query, self.key = (
+            nn.ParameterList(
+                self._core(d_model // count, count, d_model // count, heads * rank)
+                for rank, count in zip(self.ranks, slices, strict=True)
+            )
+            for _ in range(2)
+        )
+        self.query_norms, self.key_norms = (nn.ModuleList(map(self._norm, sizes)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend among tokens x [B, T, d_model]."""
+        query = [
+            part * factor
+            for part, factor in zip(self._project(x, self.query, self.query_norms), self.factors, strict=True)
+        ]
+        key = self._project(x, self.key, self.key_norms)
+        both = (torch.cat(parts, -1).transpose(1, 2) for parts in (query, key))
+        return self._finish(x, *both, scale=1.0)
+
+    def _project(self, x: Tensor, cores: nn.ParameterList, norms: nn.ModuleList) -> list[Tensor]:
+        """Each level's scores [B, T, H, rank * slices], the rank before the slice."""
+        parts = []
+        for core, norm in zip(cores, norms, strict=True):
+            sliced = x.unflatten(-1, core.shape[:2])  # [B, T, slices, features]
+            made = torch.einsum("btkm,kmo->btok", sliced, cap_rms(core, core.shape[1], core.shape[2]))
+            parts.append(norm(made.unflatten(2, (self.heads, -1)).flatten(3)))
+        return parts
+
+    def fan_ins(self) -> dict[Tensor, int]:
+        """The number of inputs of each matrix that learns at a rate of its own."""
+        cores = [*self.query, *self.key]
+        return super().fan_ins() | {core: core.shape[1] for core in cores}
+
+
+class BilinearBTTAttention(_Structured):
+    """Attention by a form ``x^T M x'`` whose M is a block tensor train: full rank for ~ 2 d_model**1.5.
+
+    The query is the token itself, the same for all heads; the key is ``M x'``, normalised.
+
+    Args:
+        d_model: features of a token, and dimensions of the score.
+        heads: attentions side by side.
+        relation: which token attends to which.
+        rank: s of the block tensor train.
+        scaling: "sp" divides the products by the root of their number, "mup" by their number.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: if the sizes do not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnbias.nn import BilinearBTTAttention
+        >>> layer = BilinearBTTAttention(64, 8)
+        >>> layer(torch.randn(3, 10, 64)).shape
+        torch.Size([3, 10, 64])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        relation: Relation | None = Causal(),  # noqa: B008 - a frozen value
+        *,
+        rank: int = 1,
+        scaling: Literal["sp", "mup"] = "sp",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, heads, relation, device, dtype)
+        if rank < 1:
+            raise ValueError(f"rank: wanted at least 1, got {rank}")
+        _check_scaling(scaling)
+        few, many = factor_width(d_model)
+        self.shape = (few, many, rank)
+        self.scale = d_model**-0.5 if scaling == "sp" else 1 / d_model
+        self.right = self._core(many, few, many, heads * many * rank)
+        self.left = self._core(few * rank, heads * many, few, few * rank)
+        self.key_norm = self._norm(d_model)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """M x for each head before its norm, [B, T, H, d_model]."""
+        few, many, rank = self.shape
+        right = cap_rms(self.right, many, self.heads * many * rank).unflatten(2, (self.heads, many, rank))
+        left = cap_rms(self.left, few * rank, few).view(self.heads, many, few, few, rank)
+        small = torch.einsum("btgd,gdhjs->bthjgs", x.unflatten(-1, (few, many)), right)
+        return torch.einsum("hjigs,bthjgs->bthij", left, small).flatten(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend among tokens x [B, T, d_model]."""
+        key = self.key_norm(self.keys(x)).transpose(1, 2)  # [B, H, T, d_model]
+        query = x[:, None].expand(-1, self.heads, -1, -1)  # one for all heads: strides of 0, no copies
+        return self._finish(x, query, key, scale=self.scale)
+
+    def fan_ins(self) -> dict[Tensor, int]:
+        """The number of inputs of each matrix that learns at a rate of its own."""
+        few, many, rank = self.shape
+        return super().fan_ins() | {self.right: many, self.left: few * rank}
+
+
+def cap_rms(weight: Tensor, fan_in: int, fan_out: int) -> Tensor:
+    """Divide a weight by what its root mean square is above ``sqrt(min(fan_in, fan_out)) / fan_in``."""
+    most = math.sqrt(min(fan_in, fan_out)) / fan_in
+    rms = (weight.square().mean() + 1e-8).sqrt()
+    return weight / (rms / most).clamp(min=1)
+
+
+def factor_width(width: int) -> tuple[int, int]:
+    """``width`` as few * many, many being its smallest divisor above its root.
+
+    Example:
+        >>> [factor_width(width) for width in (16, 64, 512, 768)]
+        [(2, 8), (4, 16), (16, 32), (24, 32)]
+    """
+    many = next(n for n in range(math.isqrt(width) + 1, width + 1) if width % n == 0)
+    return width // many, many
+
+
+def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+    """A model's parameters by learning rate, for an optimiser: a matrix learns at ``lr`` * 768 / fan_in.
+
+    Matrices are the weights of linear layers and those of the layers in this file; all other parameters,
+    embeddings and gains among them, learn at ``lr``.
+
+    Example:
+        >>> from torch import nn
+        >>> groups = parameter_groups(nn.Sequential(nn.Embedding(9, 96), nn.Linear(96, 9)), lr=0.1)
+        >>> [(group["lr"], len(group["params"])) for group in groups]
+        [(0.1, 2), (0.8, 1)]
+    """
+    fan_ins: dict[Tensor, int] = {}
+    for module in model.modules():
+        if isinstance(module, _Structured):
+            fan_ins |= module.fan_ins()
+        elif isinstance(module, nn.Linear):
+            fan_ins[module.weight] = module.in_features
+    groups: dict[float, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        multiplier = BASE_WIDTH / fan_ins[parameter] if parameter in fan_ins else 1.0
+        groups.setdefault(lr * multiplier, []).append(parameter)
+    return [{"params": params, "lr": rate} for rate, params in sorted(groups.items(), key=lambda x: x[0])]
+
+
+def _factor(size: int, scaling: str) -> float:
+    return size**-0.5 if scaling == "sp" else 8 / size
+
+
+def _check_ranks(ranks: Sequence[int], head_size: int) -> None:
+    if sum(ranks) != head_size or min(ranks) < 1:
+        raise ValueError(f"ranks: wanted numbers of at least 1 whose sum is {head_size}, got {list(ranks)}")
+
+
+def _check_scaling(scaling: str) -> None:
+    if scaling not in ("sp", "mup"):
+        raise ValueError(f"scaling: wanted 'sp' or 'mup', got {scaling!r}")

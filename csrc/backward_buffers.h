@@ -1,0 +1,103 @@
+// What the backward pass over tiles keeps: shared by all threads, and of the key tile that a thread has.
+#ifndef ATTNBIAS_BACKWARD_BUFFERS_H
+#define ATTNBIAS_BACKWARD_BUFFERS_H
+
+#include "few_backward.h"
+#include "levels.h"
+
+namespace AB_LEVEL::tiles {
+
+constexpr int64_t MOST_ROWS = 128;  // of a tile
+
+// What all threads share, in scratch.
+struct BackwardShared {
+  float *delta;    // [B, H, Q]
+  int32_t *rank;   // [tiles + 1], by key: how many key tiles come before it at its query tile
+  int32_t *count;  // [G, q_tiles]: how many key tiles a query tile has
+  int32_t *done;   // [B, H, q_tiles]: how many of them are in dq
+  int32_t *turn;   // [B, H]: the key tile that is to hand over its gradients of terms
+  ab_tensor dq;    // float32: the caller's or in scratch
+
+  // Lay out from `memory` on, which moves to the end.
+  BackwardShared(const ab_call &call, char *&memory) {
+    const ab_layout &layout = call.layout;
+    const int64_t tiles = tiles_of(call.Q, layout.tile);
+    delta = cut<float>(memory, call.B * call.H * call.Q);
+    dq = call.dq;
+    rank = count = done = turn = nullptr;
+    if (wants_terms(call)) turn = cut<int32_t>(memory, call.B * call.H);
+    if (!call.dq.data) return;
+    rank = cut<int32_t>(memory, layout.tiles + 1);
+    count = cut<int32_t>(memory, layout.groups * tiles);
+    done = cut<int32_t>(memory, call.B * call.H * tiles);
+    if (call.dq.dtype == AB_FLOAT32) return;
+    float *data = cut<float>(memory, call.B * call.H * call.Q * call.D);
+    dq = {data, call.H * call.Q * call.D, call.Q * call.D, call.D, AB_FLOAT32, 0};
+  }
+};
+
+// What a thread keeps of a key tile.
+struct BackwardBuffer {
+  int64_t width,
+      value_width;           // D and E rounded up to VL; with levels, which start anywhere, VL more than D
+  int64_t row;               // of probs, d_scores and slopes, not a power of 2 for the caches' sake
+  float *keys, *values;      // [tile, width], [tile, value_width], where they cannot be read in place
+  float *queries, *d_out;    // likewise
+  float *keys_t, *values_t;  // [panels, D, LANES], [panels, E, LANES]
+  float *d_keys, *d_values;  // [tile, width], [tile, value_width]
+  float *probs, *d_scores, *slopes;  // [tile, row]; slopes with softcap only
+  float *d_bias;                     // [tile, row]: dS before scale and softcap, where terms want it
+  float *lse, *lse_rest;             // [tile], as Score::split gives them
+  uint32_t *kept;                    // [tile, tile / 32]: bits of pairs that dropout keeps; NULL = all
+  float *factors;                    // [width]: what levels multiply q by
+  TileBlocks blocks;                 // of levels
+
+  // Lay out from `memory` on, which moves to the end.
+  BackwardBuffer(const ab_call &call, char *&memory)
+      : width(round_up(call.D, VL) + (has_levels(call) ? VL : 0)),
+        value_width(round_up(call.E, VL)),
+        row(call.layout.tile + 16),
+        blocks(call, memory) {
+    const int64_t tile = call.layout.tile;
+    factors = cut<float>(memory, has_levels(call) ? width : 0);
+    keys = cut<float>(memory, tile * width);
+    values = cut<float>(memory, tile * value_width);
+    queries = cut<float>(memory, tile * width);
+    d_out = cut<float>(memory, tile * value_width);
+    keys_t = cut<float>(memory, tile * call.D);
+    values_t = cut<float>(memory, tile * call.E);
+    d_keys = cut<float>(memory, tile * width);
+    d_values = cut<float>(memory, tile * value_width);
+    probs = cut<float>(memory, tile * row);
+    d_scores = cut<float>(memory, tile * row);
+    slopes = cut<float>(memory, call.softcap != 0 ? tile * row : 0);
+    d_bias = wants_terms(call) ? cut<float>(memory, tile * row) : nullptr;
+    lse = cut<float>(memory, tile);
+    lse_rest = cut<float>(memory, tile);
+    kept = call.drop_below ? cut<uint32_t>(memory, tile * (tile / 32)) : nullptr;
+  }
+};
+
+// A query tile as one key tile meets it.
+struct Meeting {
+  Rows queries, d_out;
+  const float *delta;   // [count]
+  int64_t count;        // of queries
+  const int32_t *bits;  // of the first query; NULL = every pair is related
+  Depths depths;        // of a multi-level score
+};
+
+// A range of the dims of q and k.
+struct Dims {
+  int64_t first, count;
+};
+
+// A strip of queries and the panels of keys, one bit each, that have a pair with it.
+struct Strip {
+  int64_t first, count;
+  uint32_t panels;
+};
+
+}  // namespace AB_LEVEL::tiles
+
+#endif
