@@ -8,12 +8,14 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUICK = {
+    "huggingface_speed.py": ["--tokens", "300", "--rounds", "1"],
     "paper_models.py": [],
     "train_gpt.py": ["--steps", "2", "--tokens", "300"],
     "train_vit_digits.py": ["--seeds", "1", "--steps", "2"],
     "unlimiformer.py": ["--tokens", "600", "--keys", "8"],
 }
 SEEN = {
+    "huggingface_speed.py": "64 tokens after 512, 10 of them padding",
     "paper_models.py": "Unlimiformer, sparse attention",
     "train_gpt.py": "times as fast",
     "train_vit_digits.py": "shuffled neighbours",
