@@ -57,10 +57,10 @@ sanitize: setup
 	  tests/test_cpu_sort.py tests/test_cpu_terms.py tests/test_dropout.py $(ARGS)
 
 bench: setup
-	$(RUN) -m attnbias.benchmarks $(ARGS)
+	$(RUN) -m attnbias bench $(ARGS)
 
 bench-gate: setup
-	$(RUN) -m attnbias.benchmarks gate $(ARGS)
+	$(RUN) -m attnbias bench gate $(ARGS)
 
 # Counts of compiled GPU code, beside FlexAttention's; no GPU. ARGS=--store keeps them, --rebuild builds both sides.
 static: setup

@@ -2,7 +2,7 @@
 
 from . import testing
 from .dispatch import use_backend
-from .explain import explain, verify
+from .explanation import explain, verify
 from .layouts import Layout, layout_cache
 from .merge import merge
 from .multilevel import MultiLevel

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .cases import Attend, Case
-from .peers import BY_HEAD, BY_NODE, FORWARD_ONLY, PEERS, CannotRunError
-from .timing import Spread, interleave
+from .peers import BY_HEAD, BY_NODE, DENSE, FORWARD_ONLY, PEERS, CannotRunError
+from .timing import CPU, Spread, Timer, interleave
 
 OURS = "attnbias"
-MATMUL = "torch.mm"  # of 2048 x 2048 in float32, the yardstick of the same run
+MATMUL = "torch.mm"  # of squares in the case's dtype, the yardstick of the same run
 MATMUL_SIZE = 2048
+# A peer whose results are farther from ours, by this share of their norm, computes another relation: the
+# rounding of no dtype comes near it. How exact peers are is not judged.
+ANOTHER = 0.05
 
 
 class Result(NamedTuple):
@@ -30,6 +34,7 @@ class Result(NamedTuple):
     times: dict[str, Spread]
     ratios: dict[str, Spread]
     refused: dict[str, str]  # why a peer did not run
+    bytes: Mapping[str, int] = MappingProxyType({})  # most memory of a call, where it was measured
 
     @property
     def rate(self) -> float:
@@ -66,8 +71,49 @@ def scaling(case: Case, *, backward: bool, rounds: int, threads: int) -> Spread:
     return Spread.of(ratios[1:])
 
 
-def race(case: Case, names: Iterable[str], *, backward: bool, rounds: int) -> Result:
+def peer_step(case: Case, name: str, inputs: tuple[Tensor, ...], *, backward: bool) -> Callable[[], object]:
+    """What is timed of a peer, after a look at its results.
+
+    Raises:
+        CannotRunError: with the reason, in words.
+    """
+    if backward and FORWARD_ONLY.get(name) == torch.device(case.device).type:
+        raise CannotRunError(f"has no backward pass on {'CPUs' if case.device == 'cpu' else 'GPUs'}")
+    attend = PEERS[name](case)
+    theirs = inputs
+    if name in BY_NODE:
+        theirs = tuple(x.transpose(1, 2).contiguous() for x in inputs)
+    elif name in BY_HEAD:
+        theirs = tuple(x.contiguous() for x in inputs)
+    with torch.no_grad():
+        got = attend(*theirs[:3])
+        want = case.attend(*inputs[:3])
+    got = got.transpose(1, 2) if name in BY_NODE else got
+    if name != DENSE and not (got - want).norm() <= ANOTHER * want.norm():
+        raise CannotRunError("gives other results, so it is not timed")
+    return steps(attend, theirs, backward=backward)
+
+
+def race(
+    case: Case,
+    names: Iterable[str],
+    *,
+    backward: bool,
+    rounds: int,
+    timer: Timer = CPU,
+    square: int = MATMUL_SIZE,
+    with_memory: bool = False,
+) -> Result:
     """Time a case beside the named peers.
+
+    Args:
+        case: what is computed.
+        names: of peers; :data:`MATMUL` is the product of matrices.
+        backward: the backward pass too.
+        rounds: samples of each.
+        timer: how.
+        square: rows of the matrices.
+        with_memory: also measure the memory of a call of each.
 
     Raises:
         AssertionError: if the results are wrong; wrong results are not timed.
@@ -79,30 +125,25 @@ def race(case: Case, names: Iterable[str], *, backward: bool, rounds: int) -> Re
     refused = {}
     for name in names:
         if name == MATMUL:
-            square = torch.randn(MATMUL_SIZE, MATMUL_SIZE)
-            functions[name] = partial(torch.mm, square, square)
-            continue
-        if backward and name in FORWARD_ONLY:
-            refused[name] = "has no backward pass on CPUs"
+            matrix = torch.randn(square, square, device=case.device).to(case.dtype)
+            functions[name] = partial(torch.mm, matrix, matrix)
             continue
         try:
-            attend = PEERS[name](case)
+            functions[name] = peer_step(case, name, inputs, backward=backward)
         except CannotRunError as error:
             refused[name] = str(error)
-            continue
-        theirs = inputs
-        if name in BY_NODE:
-            theirs = tuple(x.transpose(1, 2).contiguous() for x in inputs)  # type: ignore[assignment]
-        elif name in BY_HEAD:
-            theirs = tuple(x.contiguous() for x in inputs)  # type: ignore[assignment]
-        functions[name] = steps(attend, theirs, backward=backward)
-    samples = dict(zip(functions, interleave(list(functions.values()), rounds), strict=True))
+        except Exception as error:  # whatever a peer raises is its reason
+            refused[name] = f"failed: {str(error).strip().splitlines()[0] if str(error) else repr(error)}"
+    samples = dict(zip(functions, interleave(list(functions.values()), rounds, timer), strict=True))
+    sizes = {}
+    if with_memory:
+        sizes = {name: timer.peak_bytes(step) for name, step in functions.items() if name != MATMUL}
     mine = samples.pop(OURS)
     times = {OURS: Spread.of(mine), **{name: Spread.of(each) for name, each in samples.items()}}
     work = dict.fromkeys(samples, 1.0)  # of ours over the peer's
-    work[MATMUL] = case.flops(backward=backward) / (2 * MATMUL_SIZE**3)
+    work[MATMUL] = case.flops(backward=backward) / (2 * square**3)
     ratios = {
         name: Spread.of([work[name] * peer / ours for peer, ours in zip(each, mine, strict=True)])
         for name, each in samples.items()
     }
-    return Result(case, backward, times, ratios, refused)
+    return Result(case, backward, times, ratios, refused, sizes)

@@ -1,23 +1,15 @@
 """Layout building under pytest-benchmark: ``pytest benchmarks --benchmark-autosave``."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from . import layouts
-from .timing import one_thread
 
 TOKENS = 16_384
 
 pytestmark = pytest.mark.benchmark(timer=time.process_time)
-
-
-@pytest.fixture(autouse=True)
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.mark.benchmark(group="causal & window, 16,384 tokens")

@@ -4,26 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import attnbias as ab
-from attnbias.testing import assert_no_worse, eager, magnitudes
+from attnbias.checklist import compare_rows
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 NEIGHBOURS = 16
 WINDOW = 256
+CHUNK = 256
+BLOCK = 64  # of BigBird's blocks
 CHECKED_ROWS = 256
+
+
+class Sizes(TypedDict, total=False):
+    """What a case may be given besides its tokens."""
+
+    batch: int
+    heads: int
+    key_heads: int | None
+    size: int
+    dtype: torch.dtype
+    device: str
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of ``attention``; the fields below ``dtype`` tell peers how they would say it."""
+    """One call of ``attention``; the fields below ``backend`` tell peers how they would say it."""
 
     name: str
     relation: ab.Relation
@@ -34,10 +51,16 @@ class Case:
     key_heads: int | None = None
     size: int = 64  # D and E
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    backend: str | None = None  # None: what a call chooses
     is_full: bool = False
     is_causal: bool = False
     window: int = 0  # keys of a row, itself included
+    chunk: int = 0  # tokens of each block on the diagonal
+    split: int = 0  # queries from here on attend to all keys before it
     documents: tuple[int, ...] = ()  # lengths; each is causal
+    grid: tuple[int, ...] = ()  # sizes of NATTEN's token layout
+    radius: int = 0  # of its neighbourhoods, clamped at the borders
     neighbours: Tensor | None = None  # [tokens, n]
     mask_mod: MaskMod | None = None
 
@@ -45,10 +68,24 @@ class Case:
     def q_len(self) -> int:
         return self.tokens if self.queries is None else self.queries
 
+    def build(self) -> ab.Layout:
+        """Lay the relation out, past every cache."""
+        return ab.Layout.build(self.relation, self.q_len, self.tokens, q_start="end", device=self.device)
+
     @cached_property
     def layout(self) -> ab.Layout:
-        """Built anew: the time of building is measured elsewhere."""
-        return ab.Layout.build(self.relation, self.q_len, self.tokens, q_start="end")
+        """Built once: the time of building is measured apart."""
+        return self.build()
+
+    @cached_property
+    def pairs(self) -> int:
+        """Related pairs of one head."""
+        return self.relation.count(self.q_len, self.tokens, "end")
+
+    @property
+    def density(self) -> float:
+        """Share of all pairs that are related."""
+        return self.pairs / (self.q_len * self.tokens)
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draw q, k, v and the gradient of out, the same ones each time."""
@@ -56,7 +93,7 @@ class Case:
 
         def draw(heads: int, length: int) -> Tensor:
             shape = (self.batch, heads, length, self.size)
-            return torch.randn(shape, generator=generator).to(self.dtype)
+            return torch.randn(shape, generator=generator).to(self.device, self.dtype)
 
         key_heads = self.key_heads or self.heads
         return (
@@ -68,12 +105,16 @@ class Case:
 
     def flops(self, *, backward: bool) -> float:
         """Useful floating-point operations: two products forward and five backward, related pairs only."""
-        pairs = self.relation.count(self.q_len, self.tokens, "end")
-        return (14.0 if backward else 4.0) * pairs * self.size * self.heads * self.batch
+        return (14.0 if backward else 4.0) * self.pairs * self.size * self.heads * self.batch
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute it here."""
-        return ab.attention(q, k, v, self.layout, q_start=self.layout.q_start)
+        return ab.attention(q, k, v, self._what, q_start=self.layout.q_start, backend=self.backend)
+
+    @cached_property
+    def _what(self) -> ab.Layout | ab.Relation:
+        """What ``attention`` is given: the layout, or the relation where a backend reads nothing else."""
+        return self.relation if self.backend in ("sdpa", "reference") else self.layout
 
     @cached_property
     def fault(self) -> str:
@@ -83,74 +124,121 @@ class Case:
         cost stays far below all pairs.
         """
         share = self.heads // (self.key_heads or self.heads)
-        q, k, v = (
-            x[:1, :heads].requires_grad_() for x, heads in zip(self.inputs(), (share, 1, 1), strict=False)
-        )
+        query, key, value, _ = self.inputs()
         rows = torch.linspace(0, self.q_len - 1, min(self.q_len, CHECKED_ROWS)).long()
-        d_out = torch.randn(1, share, len(rows), self.size).to(self.dtype)
-        mask = self.relation.related(rows[:, None] + self.layout.q_start, torch.arange(self.tokens))
-
-        def results(attend: Attend, dtype: torch.dtype) -> list[Tensor]:
-            leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-            out = attend(*leaves)
-            return [out, *torch.autograd.grad(out, leaves, d_out.to(dtype))]
-
-        def textbook(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return eager(q[:, :, rows], k, v, mask)[0]
-
-        got = results(lambda q, k, v: self.attend(q, k, v)[:, :, rows], self.dtype)
-        same, exact = results(textbook, self.dtype), results(textbook, torch.float64)
-        sizes = magnitudes(q, k, v, d_out, torch.zeros(1, share, len(rows)), self.size**-0.5)
-        names = ("out", "query", "key", "value")
-        try:
-            for name, mine, theirs, truth in zip(names, got, same, exact, strict=True):
-                factor = 2.0 if name == "out" else 3.0
-                assert_no_worse(name, mine, theirs, truth, factor, magnitude=sizes[name])
-        except AssertionError as error:
-            return str(error)
-        return ""
+        inputs = query[:1, :share], key[:1, :1], value[:1, :1]
+        return "\n".join(compare_rows(self.attend, self.relation, inputs, rows, self.layout.q_start))
 
 
-def full(tokens: int) -> Case:
-    return Case("full", ab.Full(), tokens, is_full=True)
+def full(tokens: int, queries: int | None = None, **sizes: Unpack[Sizes]) -> Case:
+    return Case("full" if queries is None else "cross", ab.Full(), tokens, queries, is_full=True, **sizes)
 
 
-def causal(tokens: int, **sizes: object) -> Case:
+def causal(tokens: int, **sizes: Unpack[Sizes]) -> Case:
+    return Case("causal", ab.Causal(), tokens, is_causal=True, mask_mod=lambda b, h, q, k: k <= q, **sizes)
+
+
+def window(tokens: int, width: int = WINDOW, **sizes: Unpack[Sizes]) -> Case:
     return Case(
-        "causal",
-        ab.Causal(),
+        f"window {width}",
+        ab.Window(before=width - 1),
         tokens,
-        is_causal=True,
-        mask_mod=lambda b, h, q, k: k <= q,
-        **sizes,  # type: ignore[arg-type]
+        window=width,
+        mask_mod=lambda b, h, q, k: (k <= q) & (q - k < width),
+        **sizes,
     )
 
 
-def window(tokens: int) -> Case:
-    return Case(
-        f"window {WINDOW}",
-        ab.Window(before=WINDOW - 1),
-        tokens,
-        window=WINDOW,
-        mask_mod=lambda b, h, q, k: (k <= q) & (q - k < WINDOW),
-    )
-
-
-def documents(tokens: int, count: int = 16) -> Case:
+def documents(tokens: int, count: int = 16, **sizes: Unpack[Sizes]) -> Case:
     """Documents of random lengths, multiples of 16, each causal."""
     cuts = np.random.RandomState(1).choice(np.arange(1, tokens // 16), count - 1, replace=False)
     lengths = torch.from_numpy(np.diff([0, *sorted(16 * cuts), tokens]))
     ids = torch.repeat_interleave(torch.arange(count), lengths)
+    there = ids.to(sizes.get("device", "cpu"))
     return Case(
         f"{count} documents & causal",
         ab.Documents(ids) & ab.Causal(),
         tokens,
         documents=tuple(lengths.tolist()),
-        mask_mod=lambda b, h, q, k: (k <= q) & (ids[q] == ids[k]),
+        mask_mod=lambda b, h, q, k: (k <= q) & (there[q] == there[k]),
+        **sizes,
     )
 
 
-def nearest(tokens: int) -> Case:
+def prefix(tokens: int, **sizes: Unpack[Sizes]) -> Case:
+    """A prompt of a quarter of the tokens that all attend to, the rest causal."""
+    length = tokens // 4
+    relation = ab.Causal() | ab.Prefix(length)
+    return Case("prefix", relation, tokens, mask_mod=lambda b, h, q, k: (k <= q) | (k < length), **sizes)
+
+
+def bipartite(tokens: int, **sizes: Unpack[Sizes]) -> Case:
+    """The second half attends to the first, which attends to nothing."""
+    split = tokens // 2
+    return Case(
+        "bipartite",
+        ab.Bipartite(split),
+        tokens,
+        split=split,
+        mask_mod=lambda b, h, q, k: (q >= split) & (k < split),
+        **sizes,
+    )
+
+
+def chunks(tokens: int, **sizes: Unpack[Sizes]) -> Case:
+    return Case(
+        f"chunks of {CHUNK}",
+        ab.Chunks(CHUNK),
+        tokens,
+        chunk=CHUNK,
+        mask_mod=lambda b, h, q, k: q // CHUNK == k // CHUNK,
+        **sizes,
+    )
+
+
+def dilated(tokens: int, **sizes: Unpack[Sizes]) -> Case:
+    """Every fourth of the 512 keys before."""
+    return Case(
+        "dilated 4 x 128",
+        ab.Dilated(4, before=127),
+        tokens,
+        mask_mod=lambda b, h, q, k: (k <= q) & (q - k < 4 * 128) & ((q - k) % 4 == 0),
+        **sizes,
+    )
+
+
+def bigbird(tokens: int, **sizes: Unpack[Sizes]) -> Case:
+    """A window, tokens that see and are seen by all, and three random blocks for each block of queries."""
+    blocks = ab.RandomBlocks(BLOCK, 3, seed=0)
+    starts = torch.arange(0, tokens, BLOCK)
+    listed = blocks.related(starts[:, None], starts).to(sizes.get("device", "cpu"))
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        near = (q - k).abs() <= BLOCK
+        return near | (q < BLOCK) | (k < BLOCK) | listed[q // BLOCK, k // BLOCK]
+
+    relation = ab.Window(before=BLOCK, after=BLOCK) | ab.Global(range(BLOCK)) | blocks
+    return Case("BigBird", relation, tokens, mask_mod=mask_mod, **sizes)
+
+
+def neighborhood(grid: tuple[int, ...], radius: int, **sizes: Unpack[Sizes]) -> Case:
+    """Points near each other on a grid; at a border the neighbourhood moves inwards, NATTEN's rule."""
+    tokens = int(np.prod(grid))
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        near = (q >= 0) & (k >= 0)
+        for length in reversed(grid):
+            centre = (q % length).clamp(radius, length - 1 - radius)
+            near = near & ((centre - k % length).abs() <= radius)
+            q, k = q // length, k // length
+        return near
+
+    name = f"{'x'.join(str(2 * radius + 1) for _ in grid)} neighbours"
+    relation = ab.Neighborhood(grid, radius, border="clamp")
+    return Case(name, relation, tokens, grid=grid, radius=radius, mask_mod=mask_mod, **sizes)
+
+
+def nearest(tokens: int, **sizes: Unpack[Sizes]) -> Case:
     """Each point of a random cloud in the plane with its nearest ones, points in Morton order."""
     generator = torch.Generator().manual_seed(0)
     points = torch.rand(tokens, 2, generator=generator, dtype=torch.float64)
@@ -158,7 +246,7 @@ def nearest(tokens: int) -> Case:
     index = torch.cat(
         [torch.cdist(part, points).topk(NEIGHBOURS, largest=False).indices for part in points.split(1024)]
     )
-    return Case(f"kNN {NEIGHBOURS}", ab.Neighbors(index), tokens, neighbours=index)
+    return Case(f"kNN {NEIGHBOURS}", ab.Neighbors(index), tokens, neighbours=index, **sizes)
 
 
 def morton(points: Tensor) -> Tensor:
@@ -168,27 +256,86 @@ def morton(points: Tensor) -> Tensor:
     return (cells << (2 * bits + torch.arange(2)[:, None])).sum((1, 2))
 
 
-def decoding(tokens: int) -> Case:
+def decoding(tokens: int, **sizes: Unpack[Sizes]) -> Case:
     """One query at the end of a cache of keys."""
-    return Case("decoding", ab.Causal(), tokens, queries=1, is_full=True)
+    return Case("decoding", ab.Causal(), tokens, queries=1, is_full=True, **sizes)
 
 
-# What the floors speak of; `attnbias bench` times the quick ones.
-CASES: dict[str, Callable[[], Case]] = {
-    "window@4096": lambda: window(4096),
-    "window@16384": lambda: window(16384),
+Named = dict[str, Callable[[], Case]]
+
+# What the floors speak of; `attnbias bench --full` times all of them.
+CASES: Named = {
+    "full@2048": lambda: full(2048),
+    "cross@1024x2048": lambda: full(2048, 1024),
     "causal@2048": lambda: causal(2048),
     "causal@8192": lambda: causal(8192),
-    "full@2048": lambda: full(2048),
+    "prefix@2048": lambda: prefix(2048),
+    "bipartite@2048": lambda: bipartite(2048),
+    "window@4096": lambda: window(4096),
+    "window@16384": lambda: window(16384),
+    "chunks@2048": lambda: chunks(2048),
+    "dilated@2048": lambda: dilated(2048),
+    "dilated@16384": lambda: dilated(16384),
+    "bigbird@2048": lambda: bigbird(2048),
+    "bigbird@16384": lambda: bigbird(16384),
     "documents@8192": lambda: documents(8192),
+    "grid@48x48": lambda: neighborhood((48, 48), 6),
+    "grid@128x128": lambda: neighborhood((128, 128), 6),
+    "grid@12x12x16": lambda: neighborhood((12, 12, 16), 2),
+    "grid@24x24x24": lambda: neighborhood((24, 24, 24), 2),
+    "knn@4096": lambda: nearest(4096),
     "knn@16384": lambda: nearest(16384),
+    "decoding@8192": lambda: decoding(8192),
     "bfloat16 causal@2048": lambda: causal(2048, dtype=torch.bfloat16),
     "D=32 causal@2048": lambda: causal(2048, size=32),
     "D=80 causal@2048": lambda: causal(2048, size=80),
     "D=128 causal@2048": lambda: causal(2048, size=128),
     "heads 8/2 causal@2048": lambda: causal(2048, heads=8, key_heads=2),
-    "decoding@8192": lambda: decoding(8192),
     "32 x causal@128": lambda: causal(128, batch=32),
     "1 head causal@128": lambda: causal(128, heads=1),
 }
-QUICK = ("causal@2048", "full@2048", "window@4096", "documents@8192", "knn@16384", "decoding@8192")
+QUICK = (
+    *("full@2048", "cross@1024x2048", "causal@2048", "prefix@2048", "bipartite@2048", "window@4096"),
+    *("chunks@2048", "dilated@2048", "bigbird@2048", "documents@8192", "grid@48x48", "grid@12x12x16"),
+    *("knn@4096", "decoding@8192"),
+)
+
+# On GPUs the shapes of attention-gym: the same number of tokens in each batch, bfloat16.
+GPU_TOKENS, GPU_LENGTHS, GPU_HEADS = 32768, (2048, 8192, 32768), 16
+GPU_QUICK = "@8192 D=64 16/16"
+GPU_MAKERS: dict[str, Callable[..., Case]] = {
+    "full": full,
+    "causal": causal,
+    "prefix": prefix,
+    "bipartite": bipartite,
+    "window": partial(window, width=1024),
+    "chunks": chunks,
+    "dilated": dilated,
+    "bigbird": bigbird,
+    "documents": documents,
+}
+
+
+def gpu_cases(device: str) -> Named:
+    """Every relation at each length, head size and sharing of keys, on a GPU."""
+    named: Named = {}
+    for length in GPU_LENGTHS:
+        for size in (64, 128):
+            for key_heads in (GPU_HEADS, GPU_HEADS // 4):
+                sizes: Sizes = {
+                    "batch": GPU_TOKENS // length,
+                    "heads": GPU_HEADS,
+                    "key_heads": None if key_heads == GPU_HEADS else key_heads,
+                    "size": size,
+                    "dtype": torch.bfloat16,
+                    "device": device,
+                }
+                for name, make in GPU_MAKERS.items():
+                    shape = f"{name}@{length} D={size} {GPU_HEADS}/{key_heads}"
+                    named[shape] = partial(make, length, **sizes)
+    half: Sizes = {"heads": GPU_HEADS, "dtype": torch.bfloat16, "device": device}
+    named["grid@128x128 D=64"] = partial(neighborhood, (128, 128), 6, **half)
+    named["grid@32x32x32 D=64"] = partial(neighborhood, (32, 32, 32), 3, **half)
+    named["knn@32768 D=64"] = partial(nearest, 32768, **half)
+    named["decoding@32768 D=64"] = partial(decoding, 32768, **half)
+    return named

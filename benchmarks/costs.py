@@ -1,7 +1,7 @@
 """What a pair costs in a tile and as an edge: the constants of ``attnbias/layouts/build.py``.
 
-Random pairs in a band of tiles, forward and backward, as tiles of 64, of 128 and as edges. The time of a pair
-in a full tile of 128 is 1.
+Random pairs in a band of tiles, and windows, forward and backward, as tiles of 64, of 128 and as edges. The
+time of a pair in a full tile of 128 is 1.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .timing import Spread, interleave, one_thread
 
 TOKENS, BAND = 4096, 256
 DENSITIES = (0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
+WINDOWS = (7, 21, 45, 61, 101)  # keys of a row
 
 
 def _mask(density: float) -> torch.Tensor:
@@ -27,42 +28,49 @@ def _mask(density: float) -> torch.Tensor:
     return near & (torch.rand(TOKENS, TOKENS, generator=generator) < density)
 
 
+def _measure(
+    relation: ab.Relation, inputs: tuple[torch.Tensor, ...], *, backward: bool, rounds: int
+) -> list[float]:
+    """Seconds as tiles of 128, of 64 and as edges."""
+    layouts = [
+        ab.Layout.build(relation, TOKENS, TOKENS, form="tiles", tile=128),
+        ab.Layout.build(relation, TOKENS, TOKENS, form="tiles", tile=64),
+        ab.Layout.build(relation, TOKENS, TOKENS, form="edges"),
+    ]
+    functions = [
+        steps(partial(ab.attention, relation=layout), inputs, backward=backward) for layout in layouts
+    ]
+    return [Spread.of(samples).median for samples in interleave(functions, rounds)]
+
+
 def run(rounds: int, size: int = 64, heads: int = 4) -> int:
     """Measure and print the table and the crossover."""
-    lines = []
+    pairs_lines, window_lines = [], []
     inputs = tuple(torch.randn(4, 1, heads, TOKENS, size))
-    unit: dict[bool, float] = {}  # seconds of a pair in a full tile, by pass
     with one_thread():
         for backward in (False, True):
+            name = "forward + backward" if backward else "forward"
+            unit = 0.0  # seconds of a pair in a full tile
             for density in sorted(DENSITIES, reverse=True):  # the full band first: it gives the unit
-                report.progress(f"density {density:.0%}, {'backward' if backward else 'forward'}")
-                relation = ab.Dense(_mask(density))
-                layouts = [
-                    ab.Layout.build(relation, TOKENS, TOKENS, form="tiles", tile=128),
-                    ab.Layout.build(relation, TOKENS, TOKENS, form="tiles", tile=64),
-                    ab.Layout.build(relation, TOKENS, TOKENS, form="edges"),
-                ]
-                functions = [
-                    steps(partial(ab.attention, relation=layout), inputs, backward=backward)
-                    for layout in layouts
-                ]
-                seconds = [Spread.of(samples).median for samples in interleave(functions, rounds)]
-                unit.setdefault(backward, seconds[0] / (TOKENS * BAND))
-                pairs = relation.count(TOKENS, TOKENS)
-                edge = seconds[2] / pairs / unit[backward]
-                lines.append(
-                    [
-                        "forward + backward" if backward else "forward",
-                        f"{density:.0%}",
-                        *(f"{1e3 * each:.2f}" for each in seconds),
-                        f"{seconds[1] / seconds[0]:.2f}",
-                        f"{edge:.2f}",
-                    ]
-                )
+                report.progress(f"density {density:.0%}, {name}")
+                relation: ab.Relation = ab.Dense(_mask(density))
+                seconds = _measure(relation, inputs, backward=backward, rounds=rounds)
+                unit = unit or seconds[0] / (TOKENS * BAND)
+                edge = seconds[2] / relation.count(TOKENS, TOKENS) / unit
+                times = [f"{1e3 * each:.2f}" for each in seconds]
+                ratio = f"{seconds[1] / seconds[0]:.2f}"
+                pairs_lines.append([name, f"{density:.0%}", *times, ratio, f"{edge:.2f}"])
+            for width in WINDOWS:
+                report.progress(f"window {width}, {name}")
+                relation = ab.Window(before=width // 2, after=width // 2)
+                seconds = _measure(relation, inputs, backward=backward, rounds=rounds)
+                window_lines.append([name, str(width), *(f"{each / unit / TOKENS:.0f}" for each in seconds)])
     report.progress("")
     report.table(
         f"Costs, H = {heads}, D = {size}: ms as tiles of 128, of 64, as edges; what an edge takes in pairs",
         ["pass", "density", "128", "64", "edges", "64 / 128", "edge"],
-        lines,
+        pairs_lines,
     )
+    header = ["pass", "keys", "128", "64", "edges"]
+    report.table("A row of a window, in pairs of a full tile", header, window_lines)
     return 0

@@ -10,11 +10,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
-from . import graph_gate, report, terms
+from . import graph_gate, report, sweep_gate, terms
 from .attention import MATMUL, race, steps
 from .cases import CASES, Case, causal, window
 from .timing import Spread, interleave, one_thread, sample
@@ -121,6 +122,8 @@ def measure(rows: list[Row], rounds: int) -> Iterator[tuple[Row, Spread]]:
             report.progress(f"{name}, {'forward and backward' if backward else 'forward'}")
             result = race(case, [row.peer for row in wanted], backward=backward, rounds=rounds)
             for row in wanted:
+                if row.peer in result.refused:
+                    raise RuntimeError(f"{row.peer}, {name}: {result.refused[row.peer]}")
                 yield row, result.ratios[row.peer]
 
 
@@ -169,7 +172,8 @@ def run(rounds: int, wanted: str) -> int:
             if not row.floor:
                 bounds = ["", "", report.ratio(ratio), "reported"]
             lines.append([row.case, what, row.peer, *bounds])
-        for line, held in graph_gate.lines(rounds, wanted):
+        swept = sweep_gate.lines(rounds) if not wanted or wanted in "density" else iter(())
+        for line, held in chain(graph_gate.lines(rounds, wanted), swept):
             lines.append(line)
             failed += not held
         if not wanted or wanted in "terms":

@@ -184,8 +184,10 @@ def run(tokens: list[int], rounds: int, results: Path) -> None:
         [row for name, points in curves.items() for row in growth_rows(name, points)],
     )
     if find_spec("matplotlib"):
+        from . import plots
+
         path = results / "layout-growth.png"
-        report.plot_growth(curves, path)
+        plots.plot_growth(curves, path)
         print(f"plot: {path}")
     else:
         print("no plot: matplotlib is not installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -12,30 +13,74 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .cases import Attend, Case
 from .graph_cases import GraphCase
+from .libraries import LIBRARIES, CannotRunError
 
-MOST_PAIRS = 4096 * 4096  # that a peer without sparsity is asked to compute
+__all__ = ["BY_HEAD", "BY_NODE", "DENSE", "FORWARD_ONLY", "PEERS", "CannotRunError"]
 
-
-class CannotRunError(Exception):
-    """A peer has no way to compute a case."""
+# Pairs that a peer without sparsity is asked to compute, by type of device.
+MOST_PAIRS = {"cpu": 4096 * 4096, "cuda": 16384 * 16384}
 
 
 def sdpa(case: Case) -> Attend:
     """Torch's dense kernel, where it knows the relation."""
     if not (case.is_full or case.is_causal):
         raise CannotRunError("knows only full and causal")
-    grouped = case.key_heads is not None
-    return partial(scaled_dot_product_attention, is_causal=case.is_causal, enable_gqa=grouped)
+    return partial(
+        scaled_dot_product_attention, is_causal=case.is_causal, enable_gqa=case.key_heads is not None
+    )
+
+
+def sdpa_dense(case: Case) -> Attend:
+    """Torch's dense kernel without a mask: what is left when the relation is given up."""
+    if case.is_full:
+        raise CannotRunError("is SDPA itself here")
+    _check_pairs(case)
+    return partial(scaled_dot_product_attention, enable_gqa=case.key_heads is not None)
 
 
 def sdpa_mask(case: Case) -> Attend:
-    """Torch's dense kernel with a boolean mask: every pair is computed."""
+    """Torch's dense kernel with a mask: every pair is computed.
+
+    The mask holds 0 and -inf, of which torch's kernels on CPUs are quicker than of booleans.
+    """
     if case.is_full or case.is_causal:
         raise CannotRunError("needs no mask for it")
-    if case.q_len * case.tokens > MOST_PAIRS:
-        raise CannotRunError(f"computes all {case.q_len * case.tokens:,} pairs, which takes minutes")
-    mask = case.relation.dense(case.q_len, case.tokens, "end")
-    return partial(scaled_dot_product_attention, attn_mask=mask)
+    _check_pairs(case)
+    related = case.relation.dense(case.q_len, case.tokens, "end")
+    mask = torch.zeros(related.shape, dtype=case.dtype).masked_fill(~related, -torch.inf)
+    grouped = case.key_heads is not None
+    return partial(scaled_dot_product_attention, attn_mask=mask.to(case.device), enable_gqa=grouped)
+
+
+def _check_pairs(case: Case) -> None:
+    pairs = case.q_len * case.tokens
+    if pairs > MOST_PAIRS[torch.device(case.device).type]:
+        raise CannotRunError(f"computes all {pairs:,} pairs, which takes too long")
+
+
+def sdpa_cut(case: Case) -> Attend:
+    """Torch's dense kernel on the blocks that a relation consists of."""
+    if case.chunk and case.tokens % case.chunk == 0:
+        return partial(_cut_chunks, case.chunk)
+    if case.split:
+        return partial(_cut_halves, case.split, case.key_heads is not None)
+    raise CannotRunError("cuts chunks and two halves, nothing else")
+
+
+def _cut_chunks(size: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    B, H, L, D = query.shape
+    share = H // key.shape[1]
+    if share > 1:
+        key, value = (x.repeat_interleave(share, 1) for x in (key, value))
+    q, k, v = (x.reshape(B, H * (L // size), size, D) for x in (query, key, value))
+    return scaled_dot_product_attention(q, k, v).reshape(B, H, L, D)
+
+
+def _cut_halves(split: int, grouped: bool, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    out = scaled_dot_product_attention(
+        query[:, :, split:], key[:, :, :split], value[:, :, :split], enable_gqa=grouped
+    )
+    return pad(out, (0, 0, split, 0))
 
 
 def sdpa_chunks(case: Case, *, keep_mask: bool = False) -> Attend:
@@ -43,13 +88,16 @@ def sdpa_chunks(case: Case, *, keep_mask: bool = False) -> Attend:
 
     As it is written in models, where the mask is made in the call; ``keep_mask`` makes it once.
     """
-    width = case.window
+    width, device = case.window, case.device
+    if case.key_heads is not None or case.batch > 1:
+        raise CannotRunError("is written for one batch element whose heads have their own keys")
     if not width or case.tokens % width:
         raise CannotRunError("cuts windows into chunks, nothing else")
     count = case.tokens // width
 
     def make_mask() -> Tensor:
-        q, k = torch.arange(width, 2 * width)[:, None], torch.arange(2 * width)
+        q = torch.arange(width, 2 * width, device=device)[:, None]
+        k = torch.arange(2 * width, device=device)
         mask = ((k <= q) & (q - k < width)).repeat(count, 1, 1)  # [count, width, 2 width]
         mask[0, :, :width] = False  # nothing comes before the first chunk
         return mask.repeat(case.heads, 1, 1)[:, None]
@@ -75,21 +123,20 @@ def sdpa_documents(case: Case) -> Attend:
     """A Python loop over the documents, each one causal call."""
     if not case.documents:
         raise CannotRunError("loops over documents, and there are none")
+    call = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=case.key_heads is not None)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         parts = zip(*(x.split(case.documents, dim=2) for x in (query, key, value)), strict=True)
-        outs = [scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in parts]
-        return torch.cat(outs, dim=2)
+        return torch.cat([call(q, k, v) for q, k, v in parts], dim=2)
 
     return attend
 
 
 def gather(case: Case) -> Attend:
     """Gather the neighbours' keys and values, then a dense softmax; takes and gives [1, N, H, D]."""
-    index = case.neighbours
-    if index is None:
-        raise CannotRunError("needs the same number of neighbours for every query")
-    scale = case.size**-0.5
+    if case.neighbours is None or case.batch > 1 or case.key_heads is not None:
+        raise CannotRunError("needs the same number of neighbours for every query of one batch element")
+    scale, index = case.size**-0.5, case.neighbours.to(case.device)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         scores = torch.einsum("nhd,nkhd->nhk", query[0], key[0][index]) * scale
@@ -104,30 +151,43 @@ def flex(case: Case, block: int = 128) -> Attend:
 
     # Anew for each case: past eight of them torch.compile would give up and run it in eager, pair by pair.
     torch._dynamo.reset()
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
-
+    compiled: Callable[..., Tensor] = partial(
+        torch.compile(flex_attention, dynamic=False), enable_gqa=case.key_heads is not None
+    )
     mask_mod = case.mask_mod
     if case.neighbours is not None:
-        table = case.relation.dense(case.q_len, case.tokens)
+        table = case.relation.dense(case.q_len, case.tokens).to(case.device)
         mask_mod = lambda b, h, q, k: table[q, k]  # noqa: E731
     if mask_mod is None and not case.is_full:
         raise CannotRunError("has no mask_mod for it")
     if not mask_mod:
         return compiled
-    mask = create_block_mask(mask_mod, None, None, case.q_len, case.tokens, device="cpu", BLOCK_SIZE=block)
+    # On a GPU as its documentation advises: otherwise the mask is made pair by pair in memory.
+    make = torch.compile(create_block_mask) if case.device != "cpu" else create_block_mask
+    mask = make(mask_mod, None, None, case.q_len, case.tokens, device=case.device, BLOCK_SIZE=block)
     return partial(compiled, block_mask=mask)
+
+
+def _edges(case: Case) -> Tensor:
+    """[2, E]: sources and targets, those of neighbour lists too."""
+    if case.batch > 1 or case.key_heads is not None:
+        raise CannotRunError("takes one graph, whose heads have their own keys")
+    if isinstance(case, GraphCase):
+        return case.edge_index
+    if case.neighbours is None:
+        raise CannotRunError("knows only graphs")
+    target = torch.arange(case.tokens).repeat_interleave(case.neighbours.shape[1])
+    return torch.stack((case.neighbours.reshape(-1), target))
 
 
 def pyg(case: Case) -> Attend:
     """TransformerConv of PyG without its linear layers: gather, softmax, scatter; takes [1, N, H, D]."""
-    if not isinstance(case, GraphCase):
-        raise CannotRunError("knows only graphs")
+    edge_index = _edges(case).to(case.device)
     if not find_spec("torch_geometric"):
-        raise CannotRunError("torch_geometric is not installed")
+        raise CannotRunError("is not installed")
     from torch_geometric.nn import TransformerConv
 
     layer = TransformerConv(case.size, case.size, heads=case.heads)
-    edge_index = case.edge_index
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out: Tensor = layer.propagate(edge_index, query=query[0], key=key[0], value=value[0], edge_attr=None)
@@ -138,23 +198,27 @@ def pyg(case: Case) -> Attend:
 
 def torch_sparse(case: Case) -> Attend:
     """Torch's sparse products and a softmax by scattering, head by head; takes dense heads [1, H, N, D]."""
-    if not isinstance(case, GraphCase):
-        raise CannotRunError("knows only graphs")
-    nodes = case.tokens
-    key, query = case.edge_index[:, case.edge_index[1].argsort(stable=True)]
-    ptr = torch.searchsorted(query.contiguous(), torch.arange(nodes + 1))
-    pattern = torch.sparse_csr_tensor(ptr, key.contiguous(), torch.zeros(len(key)), (nodes, nodes))
-    scale = case.size**-0.5
+    if case.device != "cpu":
+        raise CannotRunError("is written for CPUs alone")
+    nodes, edge_index = case.tokens, _edges(case)
+    column, row = (x.contiguous() for x in edge_index[:, edge_index[1].argsort(stable=True)])
+    ptr, scale = torch.searchsorted(row, torch.arange(nodes + 1)), case.size**-0.5
+
+    def matrix(values: Tensor) -> Tensor:
+        return torch.sparse_csr_tensor(ptr, column, values, (nodes, nodes), check_invariants=False)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
+        pattern = matrix(torch.zeros(len(column)))
 
     def softmax(scores: Tensor) -> Tensor:
-        most = scores.new_full((nodes,), -torch.inf).scatter_reduce_(0, query, scores, "amax")
-        weights = torch.exp(scores - most[query])
-        return weights / scores.new_zeros(nodes).index_add_(0, query, weights)[query]
+        most = scores.new_full((nodes,), -torch.inf).scatter_reduce_(0, row, scores, "amax")
+        weights = torch.exp(scores - most[row])
+        return weights / scores.new_zeros(nodes).index_add_(0, row, weights)[row]
 
     def head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.sparse.sampled_addmm(pattern, q, k.T, beta=0.0, alpha=scale)
-        weights = softmax(scores.values())
-        return torch.sparse_csr_tensor(ptr, pattern.col_indices(), weights, (nodes, nodes)) @ v
+        return matrix(softmax(scores.values())) @ v
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return torch.stack([head(*each) for each in zip(query[0], key[0], value[0], strict=True)])[None]
@@ -168,12 +232,17 @@ PEERS: dict[str, Callable[[Case], Attend]] = {
     "SDPA, chunks": sdpa_chunks,
     "SDPA, chunks, mask kept": partial(sdpa_chunks, keep_mask=True),
     "SDPA, loop": sdpa_documents,
+    "SDPA, cut": sdpa_cut,
+    "SDPA, all pairs": sdpa_dense,
     "gather": gather,
+    "PyG": pyg,
     "Flex": flex,
     "Flex 64": partial(flex, block=64),
-    "PyG": pyg,
     "torch.sparse": torch_sparse,
+    **LIBRARIES,
 }
-FORWARD_ONLY = ("Flex", "Flex 64", "torch.sparse")
-BY_NODE = ("gather", "PyG")  # takes [B, N, H, D]
+DENSE = "SDPA, all pairs"  # computes something else: a bound, never a peer that must agree
+# By type of device.
+FORWARD_ONLY = {"Flex": "cpu", "Flex 64": "cpu", "torch.sparse": "cpu", "flashinfer": "cuda"}
+BY_NODE = ("gather", "PyG")  # take [B, N, H, D]
 BY_HEAD = ("torch.sparse",)  # takes [B, H, N, D], each head dense

@@ -1,14 +1,19 @@
-"""Tables, progress and plots; without rich the tables are plain text."""
+"""Tables and progress; without rich they are plain text."""
+
+from __future__ import annotations
 
 import os
 import platform
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
-from .timing import Point, Spread
+from .timing import Spread
+
+Step = Callable[[str], None]
 
 
 def machine() -> str:
@@ -28,6 +33,40 @@ def progress(text: str) -> None:
     sys.stderr.flush()
 
 
+@contextmanager
+def steps(total: int) -> Iterator[Step]:
+    """Show how far a run is: a bar on a terminal that has rich, else a line for each step.
+
+    Yields:
+        a function that is told what comes next.
+    """
+    if not (find_spec("rich") and sys.stderr.isatty()):
+        done = 0
+
+        def say(text: str) -> None:
+            nonlocal done
+            done += 1
+            progress(f"{done}/{total} {text}")
+
+        yield say
+        progress("")
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        begun = False
+
+        def advance(text: str) -> None:
+            nonlocal begun
+            bar.update(task, description=text, advance=1 if begun else 0)
+            begun = True
+
+        yield advance
+
+
 def table(title: str, header: list[str], rows: list[list[str]]) -> None:
     """Print a table whose first column is text and whose others are numbers."""
     if not find_spec("rich"):
@@ -42,11 +81,12 @@ def table(title: str, header: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         drawn.add_row(*row)
     # Away from a terminal rich assumes 80 columns and would break the rows.
-    Console(width=None if sys.stdout.isatty() else 120).print(drawn)
+    Console(width=None if sys.stdout.isatty() else 180).print(drawn)
 
 
 def plain(title: str, header: list[str], rows: list[list[str]]) -> str:
-    """Lay the table out with spaces."""
+    """Lay the table out with spaces; cells of several lines lose their breaks."""
+    rows = [[cell.replace("\n", ", ") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [title]
     for row in [header, ["-" * width for width in widths], *rows]:
@@ -58,11 +98,21 @@ def plain(title: str, header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
+def _unit(seconds: float) -> tuple[str, float]:
+    if seconds < 1e-3:
+        return "us", 1e-6
+    return ("ms", 1e-3) if seconds < 1 else ("s", 1.0)
+
+
+def time(seconds: float) -> str:
+    """Write a time in the unit that suits it."""
+    unit, size = _unit(seconds)
+    return f"{number(seconds / size)} {unit}"
+
+
 def times(spread: Spread) -> str:
     """Write a time with its spread, in the unit that suits its median."""
-    unit, size = "us", 1e-6
-    if spread.median >= 1e-3:
-        unit, size = ("ms", 1e-3) if spread.median < 1 else ("s", 1.0)
+    unit, size = _unit(spread.median)
     middle, low, high = (number(value / size) for value in spread)
     return f"{middle} ({low} to {high}) {unit}"
 
@@ -78,23 +128,10 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def plot_growth(curves: dict[str, list[Point]], path: Path) -> None:
-    """Draw time and bytes over tokens on logarithmic axes; the dashed line is linear growth."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for name, points in curves.items():
-        tokens = [point.tokens for point in points]
-        left.plot(tokens, [point.time.median for point in points], marker="o", label=name)
-        right.plot(tokens, [point.bytes for point in points], marker="o", label=name)
-    for axes, label in ((left, "CPU seconds"), (right, "bytes")):
-        low = axes.dataLim.ymin
-        linear = [low, low * tokens[-1] / tokens[0]]
-        axes.plot([tokens[0], tokens[-1]], linear, color="grey", linestyle="--", label="linear")
-        axes.set_xscale("log", base=2)
-        axes.set(yscale="log", xlabel="tokens", ylabel=f"{label} of a layout")
-        axes.grid(visible=True, alpha=0.3)
-        axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+def size(count: float) -> str:
+    """Write bytes in the unit that suits them."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{number(count)} {unit}"
+        count /= 1024
+    return f"{number(count)} GiB"

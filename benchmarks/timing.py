@@ -1,14 +1,23 @@
-"""Process CPU time on one thread, which moves less than wall time on a shared machine."""
+"""Seconds and bytes of a call: CPU time of one thread, wall time of several, events on a GPU.
 
+On one thread process CPU time is taken, which moves less than wall time on a shared machine.
+"""
+
+from __future__ import annotations
+
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median, quantiles
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 LEAST = 0.02  # seconds that one sample takes at least, so that a short call is a mean over many
+FLUSHED = 256 << 20  # bytes written between two calls on a GPU: more than any L2 cache holds
+GPU_CALLS = 10  # of one sample
+GPU_WARM_UP = 3  # calls: the first compiles, the next ones let clocks and caches settle
 
 
 class Spread(NamedTuple):
@@ -19,7 +28,7 @@ class Spread(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, samples: list[float]) -> "Spread":
+    def of(cls, samples: list[float]) -> Spread:
         if len(samples) == 1:
             return cls(samples[0], samples[0], samples[0])
         fifths = quantiles(samples, n=5, method="inclusive")
@@ -34,30 +43,146 @@ class Point(NamedTuple):
     bytes: int
 
 
+class Timer(Protocol):
+    """How calls are measured on a device."""
+
+    @property
+    def words(self) -> str:
+        """What the seconds are."""
+
+    def warm_up(self, function: Callable[[], object]) -> None:
+        """Call it until nothing is done for the first time."""
+
+    def sample(self, function: Callable[[], object]) -> float:
+        """Seconds of one call."""
+
+    def peak_bytes(self, function: Callable[[], object]) -> int:
+        """Most memory that a call holds at once beyond its arguments, results included."""
+
+
+class CpuTimer:
+    """Process CPU time of one thread, or wall time of several."""
+
+    def __init__(self, threads: int = 1) -> None:
+        self.clock = time.process_time if threads == 1 else time.perf_counter
+        self.words = "CPU time of one thread" if threads == 1 else f"wall time of {threads} threads"
+
+    def warm_up(self, function: Callable[[], object]) -> None:
+        """See :class:`Timer`."""
+        function()
+
+    def sample(self, function: Callable[[], object]) -> float:
+        """See :class:`Timer`; every call makes its results anew, as a program does."""
+        calls = 0
+        start = self.clock()
+        while (spent := self.clock() - start) < LEAST:
+            function()
+            calls += 1
+        return spent / calls
+
+    def peak_bytes(self, function: Callable[[], object]) -> int:
+        """See :class:`Timer`; what torch's allocator gives out."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with (
+            _quiet_stderr(),  # on which the profiler says that it starts and stops
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+        ):
+            function()
+        taken = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+        held = peak = 0
+        for event in sorted(taken, key=lambda event: event.start_ns()):
+            held += event.nbytes()
+            peak = max(peak, held)
+        return peak
+
+
+class CudaTimer:
+    """Events around each call, with an empty L2 cache; the flush also hides the time of the launch."""
+
+    words = "time between CUDA events, L2 flushed"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.flushed = torch.empty(FLUSHED, dtype=torch.int8, device=device)
+
+    def warm_up(self, function: Callable[[], object]) -> None:
+        """See :class:`Timer`."""
+        for _ in range(GPU_WARM_UP):
+            function()
+        torch.cuda.synchronize(self.device)
+
+    def sample(self, function: Callable[[], object]) -> float:
+        """See :class:`Timer`; the median of some calls."""
+        with torch.cuda.device(self.device):
+            events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(GPU_CALLS)]
+            for start, stop in events:
+                self.flushed.zero_()
+                start.record()
+                function()
+                stop.record()
+            torch.cuda.synchronize(self.device)
+            milliseconds: list[float] = [start.elapsed_time(stop) for start, stop in events]
+            return median(milliseconds) / 1e3
+
+    def peak_bytes(self, function: Callable[[], object]) -> int:
+        """See :class:`Timer`."""
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        function()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+
+CPU = CpuTimer()
+
+
+def timer_of(device: torch.device, threads: int = 1) -> Timer:
+    """The timer for a device."""
+    return CudaTimer(device) if device.type == "cuda" else CpuTimer(threads)
+
+
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute on one thread inside the block."""
+def using_threads(count: int) -> Iterator[None]:
+    """Let torch compute on so many threads inside the block."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread inside the block."""
+    with using_threads(1):
+        yield
+
+
 def sample(function: Callable[[], object]) -> float:
     """Seconds of process CPU time of one call."""
-    calls = 0
-    start = time.process_time()
-    while (spent := time.process_time() - start) < LEAST:
-        function()
-        calls += 1
-    return spent / calls
+    return CPU.sample(function)
 
 
-def interleave(functions: list[Callable[[], object]], rounds: int) -> list[list[float]]:
+def interleave(functions: list[Callable[[], object]], rounds: int, timer: Timer = CPU) -> list[list[float]]:
     """Sample each function once a round, so that a slow spell of the machine strikes all alike."""
     for function in functions:
-        function()
-    by_round = [[sample(function) for function in functions] for _ in range(rounds)]
+        timer.warm_up(function)
+    by_round = [[timer.sample(function) for function in functions] for _ in range(rounds)]
     return [list(samples) for samples in zip(*by_round, strict=True)]
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Send what C++ writes to standard error nowhere; exceptions pass."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

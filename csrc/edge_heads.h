@@ -1,6 +1,6 @@
-// Eight heads at a time, for small D: the lanes of the scores are heads, so that no row is too short for a
-// whole vector, and the maximum and the sum of a row need no step across lanes. Long rows and columns go
-// head by head, as everywhere; see edge_single.h.
+// Eight or four heads at a time (L), for small D: the lanes of the scores are heads, so that no row is too
+// short for a whole vector, and the maximum and the sum of a row need few steps across lanes or none. Long
+// rows and columns go head by head, as everywhere; see edge_single.h.
 #ifndef ATTNBIAS_EDGE_HEADS_H
 #define ATTNBIAS_EDGE_HEADS_H
 
@@ -9,85 +9,101 @@
 namespace AB_LEVEL {
 namespace edge {
 
-constexpr int EIGHT = 8;
-constexpr int PARTS = VL < EIGHT ? EIGHT / VL : 1;  // vectors of eight lanes
-constexpr int COPIES = VL / EIGHT + (VL < EIGHT);   // edges in a vector
-constexpr int64_t STRIDE = PARTS * VL;              // from the first such vectors to the next
-
-AB_INLINE bool is_fused(const ab_call &call) {
+// Heads that go together; 0 = one by one.
+AB_INLINE int64_t fused_heads(const ab_call &call) {
   const int64_t n = call.E / VL;
-  return (call.D == call.E || call.D == 0) && call.E % VL == 0 && call.E <= 32 &&
-         (n == 1 || n == 2 || n == 4) && call.H == call.Hk && call.H % EIGHT == 0 && call.layout.heads == 1;
+  const bool small = (call.D == call.E || call.D == 0) && call.E % VL == 0 && call.E <= 32 &&
+                     (n == 1 || n == 2 || n == 4) && call.H == call.Hk && call.layout.heads == 1;
+  return !small ? 0 : call.H % 8 == 0 ? 8 : call.H % 4 == 0 ? 4 : 0;
 }
 
-// Eight lanes, twice where a vector has room for two edges.
-struct Lanes {
-  F part[PARTS];
+// How the scores of L heads lie in vectors: edge after edge.
+template <int L>
+struct Packed {
+  static constexpr int PARTS = VL < L ? L / VL : 1;            // vectors of an edge
+  static constexpr int COPIES = VL < L ? 1 : VL / L;           // edges in a vector
+  static constexpr int64_t STRIDE = PARTS * VL;                // from the first such vectors to the next
+  static constexpr int64_t ROOM = CHUNK * L + BATCH * STRIDE;  // of a batch of rows
 };
 
-AB_INLINE Lanes lanes_of(const float *eight) {
-  Lanes lanes;
+// L lanes, again for each edge that a vector has room for.
+template <int L>
+struct Lanes {
+  F part[Packed<L>::PARTS];
+};
+
+template <int L>
+AB_INLINE Lanes<L> lanes_of(const float *heads) {
+  Lanes<L> lanes;
   AB_UNROLL
-  for (int i = 0; i < PARTS; i++) {
+  for (int i = 0; i < Packed<L>::PARTS; i++) {
     alignas(64) float filled[VL];
-    for (int j = 0; j < VL; j++) filled[j] = eight[(i * VL + j) % EIGHT];
+    for (int j = 0; j < VL; j++) filled[j] = heads[(i * VL + j) % L];
     lanes.part[i] = load(filled);
   }
   return lanes;
 }
 
-AB_INLINE void store_lanes(const Lanes &lanes, float *eight) {
-  alignas(64) float filled[STRIDE];
-  for (int i = 0; i < PARTS; i++) store(filled + i * VL, lanes.part[i]);
-  memcpy(eight, filled, sizeof(float) * EIGHT);
+template <int L>
+AB_INLINE void store_lanes(const Lanes<L> &lanes, float *heads) {
+  alignas(64) float filled[Packed<L>::STRIDE];
+  for (int i = 0; i < Packed<L>::PARTS; i++) store(filled + i * VL, lanes.part[i]);
+  memcpy(heads, filled, sizeof(float) * L);
 }
 
-// The lanes of the other edge of a vector.
-AB_INLINE F other(F x) {
+// Combine the edges of a vector: every L lanes of the result are the same.
+template <int L, class Op>
+AB_INLINE F fold(F x, const Op &op) {
 #if AB_VECTOR_BYTES == 64
-  return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-#else
-  return x;
+  if (L <= 8) {
+    x = op(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  }
+  if (L <= 4) {
+    x = op(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  }
+#elif AB_VECTOR_BYTES == 32
+  if (L <= 4) x = op(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
 #endif
+  return x;
 }
 
 // s[j][h] = x_h . rows_h[row[j]], where head h lies `head` numbers further on; 0 for rows without numbers.
-template <int N, class T>
+template <int L, int N, class T>
 AB_APART void head_dots(const T *x, int64_t x_head, const Rows<const T> &rows, int64_t head,
                         const int32_t *row, int64_t n, float *s) {
   if (rows.size == 0) {
-    memset(s, 0, sizeof(float) * (size_t)round_up(n * EIGHT, STRIDE));
+    memset(s, 0, sizeof(float) * (size_t)round_up(n * L, Packed<L>::STRIDE));
     return;
   }
-  constexpr int J = EIGHT * COPIES;
+  constexpr int COPIES = Packed<L>::COPIES, J = L * COPIES;
   for (int64_t j = 0; j < n; j += COPIES) {
     F sum[J] = {};
     AB_UNROLL
     for (int i = 0; i < COPIES; i++) {
       const T *p = rows[row[j + i < n ? j + i : n - 1]];
       AB_UNROLL
-      for (int h = 0; h < EIGHT; h++) {
+      for (int h = 0; h < L; h++) {
         AB_UNROLL
         for (int c = 0; c < N; c++) {
-          sum[i * EIGHT + h] += load(x + h * x_head + c * VL) * load(p + h * head + c * VL);
+          sum[i * L + h] += load(x + h * x_head + c * VL) * load(p + h * head + c * VL);
         }
       }
     }
-    store_sums<J>(sum, s + j * EIGHT);
+    store_sums<J>(sum, s + j * L);
   }
 }
 
-// y_h = alpha[h] * from_h + sum_j w[j][h] * rows_h[row[j]]. The weights of edge j are at w + j * 8, or at
-// w + (place[j] - origin) * 16.
-template <int N, class T>
+// y_h = alpha[h] * from_h + sum_j w[j][h] * rows_h[row[j]]. The weights of edge j are at w + j * L, or at
+// w + (place[j] - origin) * 2 L.
+template <int L, int N, class T>
 AB_APART void head_gather(const float *w, const int32_t *place, int64_t origin, const Rows<const T> &rows,
                           int64_t head, const int32_t *row, int64_t n, const float *alpha,
                           const float *from, int64_t from_head, float *y, int64_t y_head) {
-  constexpr int HEADS = BLOCK / N;
-  for (int h0 = 0; h0 < EIGHT; h0 += HEADS) {
+  constexpr int HEADS = BLOCK / N < L ? BLOCK / N : L;
+  for (int h0 = 0; h0 < L; h0 += HEADS) {
     F sum[HEADS][N] = {};
     for (int64_t j = 0; j < n; j++) {
-      const float *weight = (place ? w + (place[j] - origin) * 2 * EIGHT : w + j * EIGHT) + h0;
+      const float *weight = (place ? w + (place[j] - origin) * 2 * L : w + j * L) + h0;
       const T *p = rows[row[j]] + h0 * head;
       AB_UNROLL
       for (int h = 0; h < HEADS; h++) {
@@ -107,20 +123,22 @@ AB_APART void head_gather(const float *w, const int32_t *place, int64_t origin, 
   }
 }
 
-// Where eight heads' sums for a row are collected, and how far apart.
+// Where the sums of L heads for a row are collected, and how far apart.
+template <int L>
 AB_INLINE float *collect_heads(float *row, int64_t head, float *, int64_t &y_head) {
   y_head = head;
   return row;
 }
-template <class T>
+template <int L, class T>
 AB_INLINE float *collect_heads(T *, int64_t, float *buffer, int64_t &y_head) {
-  y_head = MOST / EIGHT;
+  y_head = MOST / L;
   return buffer;
 }
+template <int L>
 AB_INLINE void narrow_heads(float *, int64_t, const float *, int64_t) {}
-template <class T>
+template <int L, class T>
 AB_INLINE void narrow_heads(T *row, int64_t head, const float *sums, int64_t size) {
-  for (int h = 0; h < EIGHT; h++) narrow(row + h * head, sums + h * (MOST / EIGHT), size);
+  for (int h = 0; h < L; h++) narrow(row + h * head, sums + h * (MOST / L), size);
 }
 
 // Call body with D / VL as a constant.
@@ -140,24 +158,24 @@ AB_INLINE void with_vectors(int64_t size, const Body &body) {
   return body(Four());
 }
 
-template <class T>
+template <int L, class T>
 AB_INLINE void add_head_bias(const Single<T> &a, float *s, int64_t first, int64_t n) {
   for (int64_t j = 0; a.bias && j < n; j++) {
     const float *bias = a.bias + a.bias_place(first + j);
-    for (int h = 0; h < EIGHT; h++) s[j * EIGHT + h] += bias[h * a.call.bias_head];
+    for (int h = 0; h < L; h++) s[j * L + h] += bias[h * a.call.bias_head];
   }
 }
 
-// Multiply numbers [n, EIGHT] of row i by what dropout makes of their weights.
-template <class T>
+// Multiply numbers [n, L] of row i by what dropout makes of their weights.
+template <int L, class T>
 static void drop_heads(const Single<T> &a, int64_t i, const int32_t *key, int64_t n, float *numbers) {
   if (!a.call.drop_below) return;
   const Dropout dropout(a.call);
-  for (int64_t at = 0; at < n * EIGHT; at += VL) {
+  for (int64_t at = 0; at < n * L; at += VL) {
     U keys, heads;
     for (int64_t l = 0; l < VL; l++) {
-      keys[l] = (uint32_t)key[min64((at + l) / EIGHT, n - 1)];
-      heads[l] = (uint32_t)(a.head + (at + l) % EIGHT);
+      keys[l] = (uint32_t)key[min64((at + l) / L, n - 1)];
+      heads[l] = (uint32_t)(a.head + (at + l) % L);
     }
     const U position = splat((uint32_t)i + dropout.q_start);
     const F share = dropout.share(keys, position, heads, splat((uint32_t)a.batch));
@@ -167,21 +185,23 @@ static void drop_heads(const Single<T> &a, int64_t i, const int32_t *key, int64_
 
 // Scores of a row to weights that add up to 1, given (m, l) to go on from; alpha is what to multiply by
 // there.
+template <int L>
 AB_APART void head_weights(float *s, int64_t n, float *m, float *l, float *alpha) {
-  const Lanes m_before = lanes_of(m), l_before = lanes_of(l);
-  Lanes most = m_before, sum = {}, by, factor;
-  for (int64_t j = n * EIGHT; j % STRIDE; j++) s[j] = -INFINITY;
-  for (int64_t j = 0; j < n * EIGHT; j += STRIDE) {
+  constexpr int PARTS = Packed<L>::PARTS;
+  constexpr int64_t STRIDE = Packed<L>::STRIDE;
+  const Lanes<L> m_before = lanes_of<L>(m), l_before = lanes_of<L>(l);
+  Lanes<L> most = m_before, sum = {}, by, factor, base;
+  fill_up(s, n * L, -INFINITY);
+  for (int64_t j = 0; j < n * L; j += STRIDE) {
     AB_UNROLL
     for (int i = 0; i < PARTS; i++) most.part[i] = maximum(most.part[i], load(s + j + i * VL));
   }
-  Lanes base;
   AB_UNROLL
   for (int i = 0; i < PARTS; i++) {
-    most.part[i] = maximum(most.part[i], other(most.part[i]));
+    most.part[i] = fold<L>(most.part[i], [](F x, F y) AB_LAMBDA { return maximum(x, y); });
     base.part[i] = most.part[i] == splat(-INFINITY) ? F{} : most.part[i];
   }
-  for (int64_t j = 0; j < n * EIGHT; j += STRIDE) {
+  for (int64_t j = 0; j < n * L; j += STRIDE) {
     AB_UNROLL
     for (int i = 0; i < PARTS; i++) {
       const F p = exp_of(load(s + j + i * VL) - base.part[i]);
@@ -191,13 +211,13 @@ AB_APART void head_weights(float *s, int64_t n, float *m, float *l, float *alpha
   }
   AB_UNROLL
   for (int i = 0; i < PARTS; i++) {
-    if (COPIES == 2) sum.part[i] += other(sum.part[i]);
+    sum.part[i] = fold<L>(sum.part[i], [](F x, F y) AB_LAMBDA { return x + y; });
     const F going_on = exp_of(m_before.part[i] - base.part[i]);
     sum.part[i] += l_before.part[i] * going_on;
     by.part[i] = sum.part[i] > F{} ? splat(1.0f) / sum.part[i] : F{};
     factor.part[i] = going_on * by.part[i];
   }
-  for (int64_t j = 0; j < n * EIGHT; j += STRIDE) {
+  for (int64_t j = 0; j < n * L; j += STRIDE) {
     AB_UNROLL
     for (int i = 0; i < PARTS; i++) store(s + j + i * VL, load(s + j + i * VL) * by.part[i]);
   }
@@ -206,143 +226,144 @@ AB_APART void head_weights(float *s, int64_t n, float *m, float *l, float *alpha
   store_lanes(factor, alpha);
 }
 
-template <class T>
+template <int L, class T>
 static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const int32_t *ptr) {
   with_vectors(a.v.size, [&](auto vectors) AB_LAMBDA {
     constexpr int N = decltype(vectors)::N;
-    alignas(64) float s[(CHUNK + BATCH) * EIGHT], sums[MOST];
-    alignas(64) float m[BATCH][EIGHT], l[BATCH][EIGHT], alpha[BATCH][EIGHT];
+    alignas(64) float s[Packed<L>::ROOM], sums[MOST];
+    alignas(64) float m[BATCH][L], l[BATCH][L], alpha[BATCH][L];
     const ab_call &call = a.call, &before = a.before ? *a.before : a.call;
     const int64_t Q = call.Q;
     int64_t at = 0;
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
-      for (int h = 0; h < EIGHT; h++) {
+      for (int h = 0; h < L; h++) {
         m[i - row][h] = a.lse_before ? a.lse_before[h * Q + i] : a.sink ? a.sink[h] : -INFINITY;
         l[i - row][h] = m[i - row][h] != -INFINITY ? 1.0f : 0.0f;
       }
-      head_dots<N>(a.q[i], call.q.head, a.k, call.k.head, a.edge_key + ptr[i], n, s + at);
-      at += round_up(n * EIGHT, STRIDE);
+      head_dots<L, N>(a.q[i], call.q.head, a.k, call.k.head, a.edge_key + ptr[i], n, s + at);
+      at += round_up(n * L, Packed<L>::STRIDE);
     }
     a.scores(s, nullptr, at);
     at = 0;
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
-      add_head_bias(a, s + at, ptr[i], n);
-      head_weights(s + at, n, m[i - row], l[i - row], alpha[i - row]);
-      drop_heads(a, i, a.edge_key + ptr[i], n, s + at);
-      at += round_up(n * EIGHT, STRIDE);
+      add_head_bias<L>(a, s + at, ptr[i], n);
+      head_weights<L>(s + at, n, m[i - row], l[i - row], alpha[i - row]);
+      drop_heads<L>(a, i, a.edge_key + ptr[i], n, s + at);
+      at += round_up(n * L, Packed<L>::STRIDE);
     }
     at = 0;
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
       int64_t y_head;
-      float *y = collect_heads(a.out[i], call.out.head, sums, y_head);
-      head_gather<N>(s + at, nullptr, 0, a.v, call.v.head, a.edge_key + ptr[i], n, alpha[i - row],
-                     a.row_or_null(a.out_before, i), before.out.head, y, y_head);
-      narrow_heads(a.out[i], call.out.head, y, a.out.size);
-      for (int h = 0; h < EIGHT; h += VL < EIGHT ? VL : EIGHT) {
-        alignas(64) float logs[VL < EIGHT ? EIGHT : VL] = {1, 1, 1, 1};
-        memcpy(logs, l[i - row] + h, sizeof(float) * (VL < EIGHT ? VL : EIGHT));
+      float *y = collect_heads<L>(a.out[i], call.out.head, sums, y_head);
+      head_gather<L, N>(s + at, nullptr, 0, a.v, call.v.head, a.edge_key + ptr[i], n, alpha[i - row],
+                        a.row_or_null(a.out_before, i), before.out.head, y, y_head);
+      narrow_heads<L>(a.out[i], call.out.head, y, a.out.size);
+      constexpr int STEP = VL < L ? VL : L;
+      for (int h = 0; h < L; h += STEP) {
+        alignas(64) float logs[VL] = {1, 1, 1, 1};
+        memcpy(logs, l[i - row] + h, sizeof(float) * STEP);
         store(logs, ln_of(load(logs)));
-        for (int j = h; j < h + (VL < EIGHT ? VL : EIGHT); j++) {
+        for (int j = h; j < h + STEP; j++) {
           a.lse[j * Q + i] = l[i - row][j] > 0.0f ? m[i - row][j] + logs[j - h] : -INFINITY;
         }
       }
-      at += round_up(n * EIGHT, STRIDE);
+      at += round_up(n * L, Packed<L>::STRIDE);
     }
   });
 }
 
-template <class T>
+template <int L, class T>
 static void fused_backward(const Single<T> &a, int64_t row, int64_t end, const int32_t *ptr, float *hand) {
   with_vectors(a.v.size, [&](auto vectors) AB_LAMBDA {
     constexpr int N = decltype(vectors)::N;
-    constexpr int64_t ROOM = (CHUNK + BATCH) * EIGHT;
-    alignas(64) float s[ROOM], d[ROOM], slopes[ROOM], sums[MOST], lse[BATCH][EIGHT],
-        delta[BATCH][2 * EIGHT];
+    constexpr int PARTS = Packed<L>::PARTS;
+    constexpr int64_t STRIDE = Packed<L>::STRIDE, ROOM = Packed<L>::ROOM;
+    alignas(64) float s[ROOM], d[ROOM], slopes[ROOM], sums[MOST], lse[BATCH][L], delta[BATCH][STRIDE];
     const ab_call &call = a.call, &before = a.before ? *a.before : a.call;
     int64_t at = 0;
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
       const int32_t *key = a.edge_key + ptr[i], self = (int32_t)i;
-      head_dots<N>(a.dout[i], call.dout.head, a.o, call.out.head, &self, 1, delta[i - row]);
-      for (int h = 0; h < EIGHT; h++) {
+      head_dots<L, N>(a.dout[i], call.dout.head, a.o, call.out.head, &self, 1, delta[i - row]);
+      for (int h = 0; h < L; h++) {
         const float value = a.lse[h * call.Q + i];
         const bool empty = value == -INFINITY;
         lse[i - row][h] = empty ? 0.0f : value;
         delta[i - row][h] = empty ? 0.0f : delta[i - row][h] - (a.dlse ? a.dlse[h * call.Q + i] : 0.0f);
       }
-      head_dots<N>(a.q[i], call.q.head, a.k, call.k.head, key, n, s + at);
-      head_dots<N>(a.dout[i], call.dout.head, a.v, call.v.head, key, n, d + at);
-      at += round_up(n * EIGHT, STRIDE);
+      head_dots<L, N>(a.q[i], call.q.head, a.k, call.k.head, key, n, s + at);
+      head_dots<L, N>(a.dout[i], call.dout.head, a.v, call.v.head, key, n, d + at);
+      at += round_up(n * L, Packed<L>::STRIDE);
     }
     a.scores(s, slopes, at);
     at = 0;
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
-      add_head_bias(a, s + at, ptr[i], n);
-      drop_heads(a, i, a.edge_key + ptr[i], n, d + at);
-      const Lanes row_lse = lanes_of(lse[i - row]), row_delta = lanes_of(delta[i - row]);
-      for (int64_t j = at; j < at + n * EIGHT; j += STRIDE) {
+      add_head_bias<L>(a, s + at, ptr[i], n);
+      drop_heads<L>(a, i, a.edge_key + ptr[i], n, d + at);
+      const Lanes<L> row_lse = lanes_of<L>(lse[i - row]), row_delta = lanes_of<L>(delta[i - row]);
+      for (int64_t j = at; j < at + n * L; j += STRIDE) {
         AB_UNROLL
         for (int c = 0; c < PARTS; c++)
           a.weigh(s, d, slopes, row_lse.part[c], row_delta.part[c], j + c * VL);
       }
-      drop_heads(a, i, a.edge_key + ptr[i], n, s + at);
+      drop_heads<L>(a, i, a.edge_key + ptr[i], n, s + at);
       for (int64_t j = 0; a.dbias && j < n; j++) {
         float *dbias = a.dbias + a.bias_place(ptr[i] + j);
-        for (int h = 0; h < EIGHT; h++) dbias[h * call.bias_head] += slopes[at + j * EIGHT + h];
+        for (int h = 0; h < L; h++) dbias[h * call.bias_head] += slopes[at + j * L + h];
       }
       for (int64_t j = 0; hand && j < n; j++) {
-        float *pair = hand + 2 * EIGHT * (ptr[i] - a.origin + j);
-        memcpy(pair, s + at + j * EIGHT, sizeof(float) * EIGHT);
-        memcpy(pair + EIGHT, d + at + j * EIGHT, sizeof(float) * EIGHT);
+        float *pair = hand + 2 * L * (ptr[i] - a.origin + j);
+        memcpy(pair, s + at + j * L, sizeof(float) * L);
+        memcpy(pair + L, d + at + j * L, sizeof(float) * L);
       }
       if (a.dq.data) {
         int64_t y_head;
-        float *y = collect_heads(a.dq[i], call.dq.head, sums, y_head);
-        head_gather<N>(d + at, nullptr, 0, a.k, call.k.head, a.edge_key + ptr[i], n, nullptr,
-                       a.row_or_null(a.dq_before, i), before.dq.head, y, y_head);
-        narrow_heads(a.dq[i], call.dq.head, y, a.dq.size);
+        float *y = collect_heads<L>(a.dq[i], call.dq.head, sums, y_head);
+        head_gather<L, N>(d + at, nullptr, 0, a.k, call.k.head, a.edge_key + ptr[i], n, nullptr,
+                          a.row_or_null(a.dq_before, i), before.dq.head, y, y_head);
+        narrow_heads<L>(a.dq[i], call.dq.head, y, a.dq.size);
       }
-      at += round_up(n * EIGHT, STRIDE);
+      at += round_up(n * L, Packed<L>::STRIDE);
     }
   });
 }
 
 // row_h = from_h + sum over the edges [first, last) of a column of handed weights times rows_h.
-template <int N, class T>
+template <int L, int N, class T>
 AB_INLINE void fused_sum(const Single<T> &a, const float *hand, const Rows<const T> &rows, int64_t head,
                          int64_t first, int64_t last, const float *from, int64_t from_head, T *row,
                          int64_t row_head) {
   alignas(64) float sums[MOST];
   int64_t y_head;
-  float *y = collect_heads(row, row_head, sums, y_head);
+  float *y = collect_heads<L>(row, row_head, sums, y_head);
   do {
     const int64_t n = min64(last - first, CHUNK);
-    head_gather<N>(hand, a.col_edge + first, a.origin, rows, head, a.col_query + first, n, nullptr, from,
-                   from_head, y, y_head);
+    head_gather<L, N>(hand, a.col_edge + first, a.origin, rows, head, a.col_query + first, n, nullptr, from,
+                      from_head, y, y_head);
     from = y;
     from_head = y_head;
     first += CHUNK;
   } while (first < last);
-  narrow_heads(row, row_head, y, rows.size);
+  narrow_heads<L>(row, row_head, y, rows.size);
 }
 
 // dk and dv of column j, from what fused_backward handed over.
-template <class T>
+template <int L, class T>
 static void fused_column(const Single<T> &a, int64_t j, int64_t first, int64_t last, const float *hand) {
   with_vectors(a.v.size, [&](auto vectors) AB_LAMBDA {
     constexpr int N = decltype(vectors)::N;
     const ab_call &call = a.call, &before = a.before ? *a.before : a.call;
     if (a.dv.data) {
-      fused_sum<N>(a, hand, a.dout, call.dout.head, first, last, a.row_or_null(a.dv_before, j),
-                   before.dv.head, a.dv[j], call.dv.head);
+      fused_sum<L, N>(a, hand, a.dout, call.dout.head, first, last, a.row_or_null(a.dv_before, j),
+                      before.dv.head, a.dv[j], call.dv.head);
     }
     if (a.dk.data) {
-      fused_sum<N>(a, hand + EIGHT, a.q, call.q.head, first, last, a.row_or_null(a.dk_before, j),
-                   before.dk.head, a.dk[j], call.dk.head);
+      fused_sum<L, N>(a, hand + L, a.q, call.q.head, first, last, a.row_or_null(a.dk_before, j),
+                      before.dk.head, a.dk[j], call.dk.head);
     }
   });
 }

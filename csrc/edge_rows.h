@@ -112,6 +112,15 @@ AB_INLINE F ln_of(F x) {
   return f + p + e * splat(0.693359375f);
 }
 
+// Fill n numbers up to a whole vector, which the next load finds in one piece.
+AB_INLINE void fill_up(float *s, int64_t n, float value) {
+  if (n % VL == 0) return;
+  float *last = s + n / VL * VL;
+  I lane;
+  for (int i = 0; i < VL; i++) lane[i] = i;
+  store(last, lane < (int32_t)(n % VL) ? load(last) : splat(value));
+}
+
 // s[j] = x . rows[row[j]] for J neighbours at once; from `left` on the last one again. N whole vectors, or
 // as many as the rows have when N is 0.
 template <int J, int N, class T>

@@ -130,11 +130,11 @@ struct Single {
   // Scores become weights, exp(score - m), after which the state holds m and l; the last vector is filled
   // up with 0. Returns what the state's sum is to be multiplied by.
   AB_INLINE float weights(float *s, int64_t n, Softmax &state) {
-    for (int64_t j = n; j % VL; j++) s[j] = -INFINITY;
+    fill_up(s, n, -INFINITY);
     F most = splat(state.m);
     for (int64_t j = 0; j < n; j += VL) most = maximum(most, load(s + j));
     const float m = largest(most), base = finite_or_0(m);
-    const float alpha = state.m == m ? 1.0f : expf(state.m - base);
+    const float alpha = state.m == m ? 1.0f : state.l == 0.0f ? 0.0f : expf(state.m - base);
     F sum = {};
     for (int64_t j = 0; j < n; j += VL) {
       const F p = exp_of(load(s + j) - splat(base));

@@ -38,7 +38,7 @@ struct Plan {
   int64_t step, steps, wave;  // wave in steps
   HeadScratch head;
   char *scratch;  // of the wave's heads
-  bool fused;     // EIGHT heads at a time, where rows are short enough
+  int64_t fused;  // heads that go together where rows are short enough; 0 = one by one
   bool by_node;   // the heads of a node lie together: items of equal rows then follow each other
 
   int64_t share() const { return call.H / call.Hk; }
@@ -51,7 +51,7 @@ struct Plan {
   float *area(int64_t numbers) const { return (float *)(void *)scratch + wave * step * numbers; }
   float *hand(int64_t i) const {
     if (!head.hand) return nullptr;
-    return fused ? area(0) + i / EIGHT * EIGHT * head.hand + i % EIGHT : area(0) + i * head.hand;
+    return fused ? area(0) + i / fused * fused * head.hand + i % fused : area(0) + i * head.hand;
   }
   float *stats(int64_t i) const { return head.stats ? area(head.hand) + i * head.stats : nullptr; }
   float *row_piece(int64_t i, int64_t p) const {
@@ -76,7 +76,10 @@ AB_INLINE HeadScratch head_scratch(const ab_call &call, bool backward, int64_t s
   return head;
 }
 
-AB_INLINE int64_t edge_step(const ab_call &call) { return is_fused(call) ? EIGHT : call.H / call.Hk; }
+AB_INLINE int64_t edge_step(const ab_call &call) {
+  const int64_t fused = fused_heads(call);
+  return fused ? fused : call.H / call.Hk;
+}
 
 static int64_t wave_bytes(const ab_call &call, bool backward) {
   const int64_t edges = call.layout.edges, step = edge_step(call), pieces = 2 * edges / PIECE;
@@ -88,7 +91,7 @@ static int64_t wave_bytes(const ab_call &call, bool backward) {
 
 AB_INLINE Plan make_plan(const ab_call &call, const ab_call *before, bool backward, char *scratch,
                          const Lists &rows, const Lists &columns) {
-  Plan plan = {call, before, edge_step(call), 0, 0, {}, scratch, is_fused(call), by_node(call)};
+  Plan plan = {call, before, edge_step(call), 0, 0, {}, scratch, fused_heads(call), by_node(call)};
   int64_t edges = 0;
   for (int64_t g = 0; g < rows.groups; g++) edges = max64(edges, rows.edges_of(g));
   plan.head = head_scratch(call, backward, plan.step, edges, rows.pieces, columns.pieces);
@@ -103,7 +106,7 @@ template <class Kernel>
 AB_INLINE Kernel kernel_of(const Plan &plan, const Lists &rows, int64_t unit) {
   const int64_t H = plan.call.H;
   Kernel kernel(plan.call, plan.before, unit / H, unit % H, rows.begin(plan.group(unit), 0));
-  if (plan.fused) kernel.hand_edge = 2 * EIGHT, kernel.hand_ds = EIGHT;
+  if (plan.fused) kernel.hand_edge = 2 * plan.fused, kernel.hand_ds = plan.fused;
   return kernel;
 }
 
@@ -126,7 +129,8 @@ static void forward_item(const Plan &plan, const Lists &rows, int64_t first, int
       if (next > row) {
         const int32_t *ptr = rows.ptr + g * rows.rows;
         if (!plan.fused) kernel.forward_rows(row, next, ptr);
-        if (plan.fused && i % EIGHT == 0) fused_forward(kernel, row, next, ptr);
+        if (plan.fused == 8 && i % 8 == 0) fused_forward<8>(kernel, row, next, ptr);
+        if (plan.fused == 4 && i % 4 == 0) fused_forward<4>(kernel, row, next, ptr);
       } else {
         next = row + 1;
         if (!Lists::is_long(rows.size(g, row)))
@@ -201,7 +205,8 @@ static void backward_item(const Plan &plan, const Lists &rows, int64_t first, in
       if (batch) {
         const int32_t *ptr = rows.ptr + g * rows.rows;
         if (!plan.fused) kernel.backward_rows(row, next, ptr, plan.hand(i));
-        if (plan.fused && i % EIGHT == 0) fused_backward(kernel, row, next, ptr, plan.hand(i));
+        if (plan.fused == 8 && i % 8 == 0) fused_backward<8>(kernel, row, next, ptr, plan.hand(i));
+        if (plan.fused == 4 && i % 4 == 0) fused_backward<4>(kernel, row, next, ptr, plan.hand(i));
       } else if (!Lists::is_long(rows.size(g, row))) {
         kernel.backward_row(row, rows.begin(g, row), rows.begin(g, next), plan.hand(i));
       }
@@ -280,12 +285,14 @@ static void column_item(const Plan &plan, const Lists &rows, const Lists &column
   if (t < columns.items) {
     const Kernel kernel = kernel_of<Kernel>(plan, rows, first + i);
     const int64_t end = columns.row_at(g, (t + 1) * ITEM);
-    const bool fused = plan.fused && plan.head.hand;
-    if (fused && i % EIGHT) return;
+    const int64_t fused = plan.head.hand ? plan.fused : 0;
+    if (fused && i % fused) return;
     for (int64_t j = columns.row_at(g, t * ITEM); j < end; j++) {
       if (columns.pieces && first_long(plan, columns, first + i, j) < plan.share()) continue;
-      if (fused) {
-        fused_column(kernel, j, columns.begin(g, j), columns.begin(g, j + 1), plan.hand(i));
+      if (fused == 8) {
+        fused_column<8>(kernel, j, columns.begin(g, j), columns.begin(g, j + 1), plan.hand(i));
+      } else if (fused == 4) {
+        fused_column<4>(kernel, j, columns.begin(g, j), columns.begin(g, j + 1), plan.hand(i));
       } else {
         whole_column(plan, rows, columns, kernel, first, i, j);
       }

@@ -112,10 +112,10 @@ def edge_columns(
         query = tl.load(col_query + tl.minimum(e, last))
         edge = tl.load(col_edge + tl.minimum(e, last))
         if grad_k is not None:
-            pull = qq.to(tl.float32)
-            if additive is not None:
-                pull = steepness(kept[None] + pull, additive)
-            acc_k += tl.sum(ds[:, :, :, None] * pull, 0)
+            if additive is None:
+                acc_k += tl.sum(ds[:, :, :, None] * qq.to(tl.float32), 0)
+            else:
+                acc_k += tl.sum(ds[:, :, :, None] * steepness(kept[None] + qq.to(tl.float32), additive), 0)
         if grad_v is not None:
             acc_v += tl.sum(p[:, :, :, None] * d_out.to(tl.float32), 0)
 
@@ -163,9 +163,9 @@ def columns_backward(
             *(query, read, grad_out, hand, grad_key, grad_value, *added, part_key, part_value, additive),
             *(lists.col_query, lists.col_edge, lists.first_place),
             *(tuple(launch.side.items), count, launch.side.pieces, lists.places, first),
-            *(known_one(launch.cell_heads), known_one(H // Hk), scale),
+            *(known_one(launch.cell_heads), None if read is None else known_one(H // Hk), scale),
             *strides(query, align, constant=True),
-            *strides(read, align, constant=True),
+            *((None, None, None) if read is None else strides(read, align, constant=True)),
             *strides(grad_out, align, constant=True),
             *strides(grad_key, align, constant=False),
             *strides(grad_value, align, constant=False),

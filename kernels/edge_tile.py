@@ -145,15 +145,17 @@ def score(
 
 
 @triton.jit
-def load_sums(lse, lse_b, lse_h, grad_lse, grad_lse_b, grad_lse_h, grad_lse_q, b, h, row):
-    """Load lse * log2(e), 0 for -inf, and dlse of rows [L, H], and whether they are empty."""
+def load_sums(delta, lse, lse_b, lse_h, grad_lse, grad_lse_b, grad_lse_h, grad_lse_q, b, h, row):
+    """Return dO.O - dlse and lse * log2(e) of rows [L, H]; both are 0 where the lse is -inf.
+
+    Such a row, whose every bias is -inf, has weights of exactly 0, and an lse that is a constant.
+    """
     lse2 = tl.load(lse + (b.to(tl.int64)[:, None] * lse_b + h.to(tl.int64) * lse_h + row[:, None])) * LOG2E
-    is_empty = lse2 == -float("inf")
-    d_lse = 0.0
     if grad_lse is not None:
         at = b.to(tl.int64)[:, None] * grad_lse_b + h.to(tl.int64) * grad_lse_h
-        d_lse = tl.load(grad_lse + at + (row.to(tl.int64) * grad_lse_q)[:, None]).to(tl.float32)
-    return tl.where(is_empty, 0.0, lse2), d_lse, is_empty
+        delta -= tl.load(grad_lse + at + (row.to(tl.int64) * grad_lse_q)[:, None]).to(tl.float32)
+    delta = tl.where(lse2 == -float("inf"), 0.0, delta)
+    return delta, tl.where(lse2 == -float("inf"), 0.0, lse2)
 
 
 @triton.jit

@@ -141,9 +141,7 @@ def edge_rows(
     kept_out = load_nodes(heads_at(out, out_b, out_h, b, h, ALIGN), out_at, row, E, E_PAD, ALIGN)
     delta = tl.sum(d_out * kept_out.to(tl.float32), 2)  # [L, H]
     sums = lse, lse_b, lse_h, grad_lse, grad_lse_b, grad_lse_h, grad_lse_q
-    lse2, d_lse, is_empty = load_sums(*sums, b, h, row)
-    # A row whose every bias is -inf: weights of exactly 0, and an lse that is a constant.
-    delta = tl.where(is_empty, 0.0, delta - d_lse)
+    delta, lse2 = load_sums(delta, *sums, b, h, row)
     keys = heads_at(k, k_b, k_h, b, h // share, ALIGN)
     values = heads_at(v, v_b, v_h, b, h // share, ALIGN)
 

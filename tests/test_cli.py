@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import subprocess
+import sys
 
-from attnbias import soak
+import pytest
+import torch
+
+import attnbias as ab
+from attnbias import checklist, soak
 from attnbias.__main__ import main
 
 
@@ -13,6 +18,8 @@ def test_show_draws_a_parsed_expression(capsys, tmp_path):
     assert capsys.readouterr().out.startswith("Window(before=1)\n#...\n##..\n.##.\n")
     assert main(["show", "Causal()", "2", "4", "--q-start", "end"]) == 0
     assert "###.\n####" in capsys.readouterr().out
+    assert main(["show", "Causal()", "130", "--tile", "64", "--form", "tiles"]) == 0
+    assert "tiles of 64: # full, + partial, e edges, * both\n+..\n#+.\n##+\n" in capsys.readouterr().out
     pytest.importorskip("matplotlib")
     assert main(["show", "Chunks(64)", "256", "--png", str(tmp_path / "x.png")]) == 0
     assert (tmp_path / "x.png").exists()
@@ -26,6 +33,10 @@ def test_show_draws_a_parsed_expression(capsys, tmp_path):
         (["show", "Causal()", "3", "--q-start", "x"], "invalid literal"),
         (["verify", "--random", "0"], "--random: wanted at least 1 problem, got 0"),
         (["verify", "--backend", "cuda"], "--backend: wanted one of"),
+        (["verify", "--device", "tpu"], "--device: wanted cpu, cuda or cuda:1, got 'tpu'"),
+        (["verify", "--device", "cuda:9"], "--device: 'cuda:9' is not there: torch sees"),
+        (["verify", "--case", "no such words"], "nothing to verify"),
+        (["show", "Causal()", "9", "--form", "x"], "form: wanted 'auto', 'tiles' or 'edges', got 'x'"),
     ],
 )
 def test_bad_input_is_a_sentence_and_exit_code_2(capsys, arguments, words):
@@ -41,7 +52,75 @@ def test_unknown_arguments_exit_with_2():
 
 def test_info_says_what_can_run(capsys):
     assert main(["info"]) == 0
-    assert "cpu reference: can run" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "cpu reference: can run" in printed and "cpu triton: device: only CUDA" in printed
+    assert "torch at " in printed and "safetensors" in printed
+
+
+def test_verify_goes_through_every_backend_with_a_line_for_each_pass(capsys):
+    assert main(["verify", "--case", "window", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("rows") and "backward  ok" in line for line in lines)
+    assert any(line.startswith("reference") and "forward   ok" in line for line in lines)
+    assert any("window, ALiBi and T5 table" in line for line in lines)
+    assert "0 failed on cpu" in lines[-1] and any(line.startswith("triton: ") for line in lines)
+
+
+@pytest.mark.parametrize("name", ["out", "key"])
+def test_verify_says_which_pass_is_wrong(capsys, monkeypatch, name):
+    monkeypatch.setattr(soak, "compare", lambda drawn, backend, device: [f"{name}: error 1"])
+    assert main(["verify", "--backend", "rows", "--case", "documents"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    wrong, right = ("forward", "backward") if name == "out" else ("backward", "forward")
+    assert any(f"{wrong:10}WRONG {name}: error 1" in line for line in lines)
+    assert any(f"{right:10}ok" in line for line in lines)
+
+
+def test_every_check_can_be_drawn_and_some_relation_is_laid_out_both_ways():
+    found = list(checklist.checks())
+    assert {check.relation for check in found} == set(checklist.RELATIONS)
+    assert {check.option for check in found} == {"", *checklist.OPTIONS}
+    assert {check.form for check in found} == {None, "tiles", "edges"}
+    for check in found[:: len(found) // 40]:
+        assert check.drawn().inputs[0].shape[2] == check.shape[3]
+
+
+def test_long_inputs_are_compared_by_rows(monkeypatch):
+    found = list(checklist.long_lines("cpu", "rows", 2048))
+    assert len(found) == 10 and not [line for line in found if line.fault]
+    plain = checklist.attention
+    monkeypatch.setattr(checklist, "attention", lambda q, k, v, r, backend: plain(q, k, v * 1.001, r))
+    wrong = {(line.which, bool(line.fault)) for line in checklist.long_lines("cpu", "rows", 2048)}
+    assert wrong == {("forward", True), ("backward", True)}
+
+
+def test_a_row_that_sees_one_key_too_many_is_found():
+    q, k, v = torch.randn(3, 1, 1, 300, 8, generator=torch.Generator().manual_seed(0))
+    rows = torch.arange(0, 300, 7)
+    more = ab.Causal() | ab.Dense(torch.eye(300, dtype=torch.bool).roll(1, 1) & (torch.arange(300) == 141))
+    for relation, is_right in ((ab.Causal(), True), (more, False)):
+        faults = checklist.compare_rows(
+            lambda q, k, v, r=relation: ab.attention(q, k, v, r), ab.Causal(), (q, k, v), rows
+        )
+        assert (not faults) == is_right
+
+
+PLAIN = """
+import sys
+for name in ("matplotlib", "rich", "scipy", "safetensors", "triton", "pytest", "torch_geometric", "igraph"):
+    sys.modules[name] = None
+from attnbias.__main__ import main
+assert main(["info"]) == 0
+assert main(["show", "Causal() | Global([3])", "200", "200"]) == 0
+assert main(["verify", "--device", "cpu", "--backend", "rows", "--case", "causal, negative"]) == 0
+assert main(["show", "Causal()", "200", "--png", "x.png"]) == 2
+"""
+
+
+def test_commands_need_only_torch_and_numpy():
+    done = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "drawing needs matplotlib" in done.stderr and "0 failed on cpu" in done.stdout
 
 
 def test_verify_draws_and_counts(capsys):
@@ -50,7 +129,7 @@ def test_verify_draws_and_counts(capsys):
 
 
 def test_verify_names_the_failing_seed(capsys, monkeypatch):
-    monkeypatch.setattr(soak, "compare", lambda drawn, backend: ["out: wrong"] * (drawn.seed == 4))
+    monkeypatch.setattr(soak, "compare", lambda drawn, backend, device: ["out: wrong"] * (drawn.seed == 4))
     assert main(["verify", "--random", "2", "--seed", "3"]) == 1
     printed = capsys.readouterr().out
     assert "FAILED seed 4: " in printed
@@ -58,7 +137,7 @@ def test_verify_names_the_failing_seed(capsys, monkeypatch):
 
 
 def test_verify_says_when_everything_was_refused(capsys, monkeypatch):
-    def refuse(drawn, backend):
+    def refuse(drawn, backend, device):
         raise NotImplementedError("no")
 
     monkeypatch.setattr(soak, "compare", refuse)

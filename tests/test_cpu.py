@@ -6,26 +6,20 @@ import sys
 
 import numpy as np
 import pytest
+import tile_cases
 import torch
+from tile_cases import make_call, make_grads
 from torch import Tensor
 
 import attnbias as ab
 from attnbias.backends import cpu
 from attnbias.problem import Call
-from attnbias.testing import assert_no_worse, eager, magnitudes, make_inputs
+from attnbias.testing import make_inputs
 
 if cpu.missing():
     pytest.skip(str(cpu.missing()), allow_module_level=True)
 LEVELS = cpu.levels()
-RELATIONS = {
-    "full": ab.Full(),
-    "empty": ab.Empty(),
-    "causal": ab.Causal(),
-    "window": ab.Causal() & ab.Window(before=31),
-    "strictly past": ab.Causal() & ~ab.Window(before=0),  # row 0 is empty
-    "scattered": ab.Where(lambda q, k: (q * 7 + k * 3) % 5 == 0),
-    "rare": ab.Where(lambda q, k: (q * 31 + k * 17) % 97 == 0),
-}
+RELATIONS = {**tile_cases.RELATIONS, "rare": ab.Where(lambda q, k: (q * 31 + k * 17) % 97 == 0)}
 # B, H, Hk, Q, K, D, E
 SHAPES = [
     (1, 1, 1, 64, 64, 64, 64),
@@ -45,48 +39,13 @@ def on_level(request):
     cpu.force_level(None)
 
 
-def make_call(relation, shape, *, tile=64, scale=None, softcap=0.0, **kwargs):
-    B, H, Hk, Q, K, D, E = shape
-    q, k, v = make_inputs(sum(shape), B, H, Hk, Q, K, D, E, **kwargs)
-    layout = ab.Layout.build(relation, Q, K, form="tiles", tile=tile, batch=B, heads=H)
-    scale = D**-0.5 if scale is None else scale
-    return Call(q, k, v, layout, (), None, None, scale, softcap, 0.0, "")
-
-
-def make_grads(call: Call) -> tuple[Tensor, Tensor]:
-    B, H, Q, _ = call.query.shape
-    rng = torch.Generator().manual_seed(1)
-    d_out = torch.randn(B, H, Q, call.value.shape[3], generator=rng).to(call.query.dtype)
-    return d_out, torch.randn(B, H, Q, generator=rng)
-
-
-def expected(call: Call, dtype: torch.dtype, d_out: Tensor, d_lse: Tensor) -> list[Tensor]:
-    inputs = [x.detach().to(dtype).requires_grad_() for x in (call.query, call.key, call.value)]
-    mask = call.layout.to_dense()
-    out, lse = eager(*inputs, mask, scale=call.scale, softcap=call.softcap)
-    finite = torch.where(lse.isfinite(), lse, 0)
-    total = (out.double() * d_out.double()).sum() + (finite.double() * d_lse.double()).sum()
-    return [out.detach(), lse.detach(), *torch.autograd.grad(total, inputs)]
-
-
 def compute(call: Call, d_out: Tensor, d_lse: Tensor | None) -> list[Tensor]:
-    out, lse = cpu.forward(call)
-    grads = cpu.backward(call, out, lse, d_out, d_lse, (True, True, True, False))
-    return [out, lse, *grads[:3]]
+    """Out, lse and the gradients of query, key and value."""
+    return tile_cases.compute(cpu, call, d_out, d_lse)[:5]
 
 
 def check(call: Call) -> None:
-    d_out, d_lse = make_grads(call)
-    got = compute(call, d_out, d_lse)
-    same = expected(call, call.query.dtype, d_out, d_lse)
-    truth = expected(call, torch.float64, d_out, d_lse)
-    empty = (truth[1] == -torch.inf)[..., None]
-    sizes = magnitudes(call.query, call.key, call.value, d_out, d_lse, call.scale)
-    names = ("out", "lse", "query", "key", "value")
-    for name, x, eager_x, oracle in zip(names, got, same, truth, strict=True):
-        factor = 2.0 if name in ("out", "lse") else 3.0
-        where = empty if name in ("out", "query") else None
-        assert_no_worse(name, x, eager_x, oracle, factor, empty=where, magnitude=sizes[name])
+    tile_cases.check(cpu, call)
 
 
 @pytest.mark.parametrize("tile", [64, 128])

@@ -54,6 +54,8 @@ SHAPES = [
     (1, 16, 16, 51, 60, 8, 8),
     (1, 8, 4, 21, 60, 16, 16),
     (1, 1, 1, 25, 9, 7, 7),
+    (1, 4, 4, 50, 60, 32, 32),
+    (2, 12, 12, 33, 41, 16, 16),
 ]
 
 
@@ -70,7 +72,7 @@ def test_against_float64(shape: tuple[int, ...], bias: int | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[7:8] + SHAPES[10:11], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[7:8] + SHAPES[10:11] + SHAPES[12:13], ids=str)
 def test_half_precision(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     layout = graph(2, *shape[3:5], 6 * shape[3])
     check(Case.draw(0, shape, dtype=dtype), layout, Options(shape[5] ** -0.5))

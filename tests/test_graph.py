@@ -57,6 +57,10 @@ def test_a_sparse_adjacency_keeps_stored_entries(layout: str) -> None:
         assert graph.edge_index.tolist() == [[2, 1, 0], [1, 0, 1]]
 
 
+def test_an_array_turned_round_is_copied() -> None:
+    assert ab.Graph(EDGES.numpy()[::-1], num_nodes=5) == GRAPH.T  # type: ignore[arg-type]
+
+
 def test_entries_of_a_coo_matrix_that_repeat_count_twice() -> None:
     matrix = torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 1.0], (2, 2))
     assert dense(ab.Graph.from_adjacency(matrix)).tolist() == [[0, 2], [0, 0]]

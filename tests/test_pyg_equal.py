@@ -184,7 +184,9 @@ def test_vectors_in_a_sparse_matrix_are_edge_features():
     x, _ = make_inputs(GRAPHS["random"], {})
     attr = torch.randn(index.shape[1], FEATURES, dtype=torch.float64)
     matrix = torch.sparse_coo_tensor(index, attr, (len(x), len(x), FEATURES)).coalesce()
-    torch.testing.assert_close(mine(x, matrix), peer(x, matrix))
+    dense = matrix.to_dense()
+    for form in (matrix, dense.to_sparse_csr(dense_dim=1), dense.to_sparse_csc(dense_dim=1)):
+        torch.testing.assert_close(mine(x, form), peer(x, matrix))
 
 
 def test_sources_without_targets():

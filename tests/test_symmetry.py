@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnbias as ab
-from attnbias.nn import MaskedAttention, RelationalAttention, SelfAttention
+from attnbias.nn import GraphAttention, MaskedAttention, RelationalAttention, SelfAttention
 from attnbias.symmetry import automorphisms, equivariance, hierarchy, is_translation_invariant, properties
 from attnbias.testing import random_relation
 
@@ -289,7 +289,7 @@ def test_equivariance_of_layers_and_of_the_op():
     swap = [0, 2, 1, 3, 4]
     layer = RelationalAttention(8, heads=2, relation=ab.Full()).double()
     for relation, passes in ((ab.Full(), True), (ab.Causal(), False)):
-        for f in (layer, ab.attention):
+        for f in (layer, GraphAttention(8).double(), ab.attention):
             difference = equivariance(f, relation, swap)
             assert difference.shape == (5,)
             assert bool(difference.max() < 1e-12) == passes

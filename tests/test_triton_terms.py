@@ -10,6 +10,7 @@ import test_terms
 import torch
 
 import attnbias as ab
+from attnbias import soak
 from attnbias.philox import keep_mask
 from attnbias.problem import Call
 from attnbias.testing import assert_no_worse, eager, magnitudes, make_inputs
@@ -149,3 +150,36 @@ def test_diagonals_of_tiles_in_steps(tiles, monkeypatch):
     monkeypatch.setattr(launch, "candidates", lambda *given: (Config.parse(tiles),))
     leaves, term = TERMS["linear"]
     test_terms.check("triton", test_terms.RELATIONS["causal"], leaves, [term])
+
+
+def check_drawn(relation, sizes, terms, **options):
+    """Everything against float64, as the random problems are; returns the layout."""
+    B, H, _, Q, K, _, _ = sizes
+    inputs = make_inputs(1, *sizes, requires_grad=True)
+    drawn = soak.Drawn(3, inputs, relation, {"q_start": 0, "terms": terms, **options}, "auto")
+    assert soak.compare(drawn, "triton") == []
+    return relation.layout(Q, K, batch=B, heads=H)
+
+
+def make_some_terms(H, K):
+    rng = torch.Generator().manual_seed(1)
+    leaves = [torch.randn(shape, generator=rng, requires_grad=True) for shape in ((H,), (1, K), (H, 39 * 39))]
+    return [ab.ALiBi(leaves[0]), ab.KeyBias(leaves[1]), ab.GridBias(leaves[2], (20, 20))]
+
+
+@interpreted
+@pytest.mark.parametrize("relation", [ab.Causal(), EDGES], ids=["tiles", "edges"])
+def test_terms_and_dropout(relation):
+    check_drawn(relation, (2, 2, 1, 70, 97, 8, 8), make_some_terms(2, 97), dropout_p=0.4)
+
+
+@interpreted
+def test_tiles_and_edges_in_one_layout():
+    """A part's gradient is what tiles gave with that of the edges added, dropout or not."""
+    rng = torch.Generator().manual_seed(0)
+    few = torch.randint(0, 195, (2, 120), generator=rng)
+    relation = ab.Graph(few, num_nodes=200) | (ab.Prefix(100) & ~ab.Bipartite(64))
+    layout = check_drawn(relation, (1, 1, 1, 200, 200, 8, 8), make_some_terms(1, 200), dropout_p=0.3)
+    assert layout.tiles and layout.edges
+    bias = torch.randn(200, 200, generator=rng, requires_grad=True)
+    check_drawn(relation, (1, 1, 1, 200, 200, 8, 8), [ab.PairBias(bias), *make_some_terms(1, 200)])

@@ -62,7 +62,7 @@ def _list_layout(layout: Layout) -> Listing:
             first = int(layout.group[b, h]) * layout.q_len
             ptr = layout.edge_ptr[first : first + layout.q_len + 1].long()
             slots = slice(int(ptr[0]), int(ptr[-1])) if len(ptr) else slice(0, 0)
-            row = torch.repeat_interleave(torch.arange(len(ptr) - 1, device=ptr.device), ptr.diff())
+            row = torch.arange(max(len(ptr) - 1, 0), device=ptr.device).repeat_interleave(ptr.diff())
             number, key = layout.edge_id[slots].long(), layout.edge_key[slots].long()
             listed.append((number, torch.full_like(number, b), torch.full_like(number, h), row, key))
     number, b_of, h_of, row, key = (torch.cat(parts) for parts in zip(*listed, strict=True))

@@ -12,7 +12,8 @@ For transformers 5.x; tested with 5.22.2. What a model passes that cannot be hon
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Union
+from functools import partial
+from typing import Any, Literal, Union
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from ..ops import attention
 from ..relations import Causal, Dense, Full, Global, Graph, Neighborhood, Neighbors, Relation, Window
 from ..terms import KernelTerm, PairBias, RelativeBias, Term, t5_buckets
 from ..weights import attention_weights
-from .huggingface_masks import to_relation
+from .huggingface_masks import one_row, to_relation
 
 NAME = "attnbias"
 _RELATION = "attnbias_relation"  # a module's own, set by set_relation
@@ -76,7 +77,7 @@ def attach(model: Any, relation: Chosen | Callable[[int], Chosen | None] | None 
         if hasattr(module, "compute_bias") and hasattr(module, "relative_attention_max_distance"):
             # T5 and its kin: a table of biases by distance, made a [Q, K] tensor only where others need one.
             # Without a table (cross-attention) the model adds zeros of that size; it asks here instead.
-            module.compute_bias = _position_bias.__get__(module)
+            module.compute_bias = partial(_position_bias, module)  # not a method: those do not pickle
             module.has_relative_attention_bias = True
     if relation is not None:
         set_relation(model, relation)
@@ -181,15 +182,29 @@ class Mask:
     """What a model carries from where masks are made to its layers: a relation and where queries stand.
 
     Args:
-        relation: in positions among the keys at hand.
+        relation: in positions among the keys at hand; or what makes it, if it comes to that.
         q_start: position of the first query there.
         offset: position in the sequence of the first of these keys (a sliding cache drops the earlier ones).
+        step: the keys of a single query, as :meth:`row` gives them, where they are known already.
     """
 
-    def __init__(self, relation: Relation, q_start: int, offset: int = 0) -> None:
-        self.relation, self.q_start, self.offset = relation, q_start, offset
+    def __init__(
+        self,
+        relation: Relation | Callable[[], Relation],
+        q_start: int,
+        offset: int = 0,
+        step: Tensor | Literal["unknown"] | None = "unknown",
+    ) -> None:
+        self._relation, self.q_start, self.offset, self.step = relation, q_start, offset, step
         self._combined: dict[int, tuple[Relation, Relation]] = {}
         self._rows: dict[tuple[int, int, int], tuple[Relation, Tensor | None]] = {}
+
+    @property
+    def relation(self) -> Relation:
+        """What the model itself relates."""
+        if not isinstance(self._relation, Relation):
+            self._relation = self._relation()
+        return self._relation
 
     def __repr__(self) -> str:
         return f"Mask({self.relation!r}, q_start={self.q_start}, offset={self.offset})"
@@ -232,12 +247,17 @@ def make_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Tensor] | None = None,
     attention_mask: Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> Mask:
     """What transformers calls in place of ``sdpa_mask``: makes a relation of a mask function and padding."""
     q_offset = int(q_offset)
-    relation = to_relation(mask_function, attention_mask, q_length, kv_length, q_offset, kv_offset)
-    return Mask(relation, q_offset - kv_offset, kv_offset)
+    lengths = q_length, kv_length, q_offset, kv_offset
+    make = partial(to_relation, mask_function, attention_mask, *lengths)
+    step: Tensor | Literal["unknown"] | None = "unknown"
+    if q_length == 1 and mask_function is not None:
+        # A step of decoding: one row of a mask is no [Q, K] tensor, and a layout would serve it alone.
+        step = one_row(batch_size, *lengths, mask_function, attention_mask, **options)
+    return Mask(make, q_offset - kv_offset, kv_offset, step)
 
 
 class _NoBias:
@@ -245,21 +265,20 @@ class _NoBias:
 
 
 def _position_bias(
-    self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
+    module: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
 ) -> Any:
     """T5's ``compute_bias``: the table itself for attnbias, for others the tensor they expect."""
-    has_table = hasattr(self, "relative_attention_bias")
-    if self.config._attn_implementation == NAME:
+    has_table = hasattr(module, "relative_attention_bias")
+    if module.config._attn_implementation == NAME:
         if not has_table:
             return _NoBias()
-        buckets = t5_buckets(not self.is_decoder, self.relative_attention_max_distance)
-        return RelativeBias(self.relative_attention_bias.weight.T, buckets)
+        buckets = t5_buckets(not module.is_decoder, module.relative_attention_max_distance)
+        return RelativeBias(module.relative_attention_bias.weight.T, buckets)
     if has_table:
-        return type(self).compute_bias(
-            self, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens
+        return type(module).compute_bias(
+            module, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens
         )
-    weight = self.q.weight
-    return torch.zeros(1, self.n_heads, query_length, key_length, device=device, dtype=weight.dtype)
+    return module.q.weight.new_zeros(1, module.n_heads, query_length, key_length)
 
 
 def attention_forward(
@@ -301,25 +320,33 @@ def attention_forward(
             what = f"got {type(given).__name__} from {type(module).__name__}"
             raise NotImplementedError(f"{name}: not understood by attnbias, {what}")
     mask = _understand_mask(module, query, key, attention_mask, options)
-    lengths = query.shape[2], key.shape[2]
-    terms = _terms(position_bias, attention_mask, mask.q_start, *lengths)
+    terms = _terms(position_bias, attention_mask, mask.q_start, query.shape[2], key.shape[2])
     chosen = getattr(module, _RELATION, None)
+    shared = {"scale": scaling, "softcap": softcap, "sink": s_aux, "q_start": mask.q_start, "terms": terms}
+    wants_weights = options.get("output_attentions")
+    is_step = query.shape[2] == 1 and not dropout
+    if is_step and chosen is None and not isinstance(mask.step, str) and not wants_weights:
+        out = _attend_one(query, key, value, mask.step, scaling, softcap, s_aux, terms, mask.q_start)
+        return out.transpose(1, 2).contiguous(), None
     if isinstance(chosen, NearestKeys):
         relation: Relation = chosen.find(query, key, mask.relation, mask.q_start)
     else:
         relation = mask.with_relation(chosen)
-    shared = {"scale": scaling, "softcap": softcap, "sink": s_aux, "q_start": mask.q_start, "terms": terms}
-    none = torch.zeros(1, dtype=torch.int64, device=query.device)
-    if query.shape[2] == 1 and not dropout and relation.multiplicity(none, none) is None:
-        # A step of decoding: a layout would serve it alone, and one row of a mask is no [Q, K] tensor.
+    if is_step and _is_plain(relation, query.device):
         row = mask.row(relation, query, key)
         out = _attend_one(query, key, value, row, scaling, softcap, s_aux, terms, mask.q_start)
     else:
         out = attention(query, key, value, relation, dropout_p=dropout, **shared)  # type: ignore[call-overload]
     weights = None
-    if options.get("output_attentions"):
+    if wants_weights:
         weights = attention_weights(query, key, relation, **shared)  # type: ignore[call-overload]
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _is_plain(relation: Relation, device: torch.device) -> bool:
+    """Whether no pair counts twice."""
+    none = torch.zeros(1, dtype=torch.int64, device=device)
+    return relation.multiplicity(none, none) is None
 
 
 def _understand_mask(
@@ -392,8 +419,6 @@ def _attend_one(
         if row is not None:
             bias = bias.masked_fill(~row, -torch.inf)
     if not softcap and sink is None:
-        if bias is not None:
-            bias = bias.expand(B, H, 1, K)
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, scale=scaling, enable_gqa=Hk != H
         )

@@ -62,6 +62,32 @@ def to_relation(
     return relation
 
 
+def one_row(
+    batch: int,
+    q_len: int,
+    k_len: int,
+    q_offset: int,
+    k_offset: int,
+    mask_function: MaskFunction,
+    padding: Tensor | None,
+    **options: Any,
+) -> Tensor | None:
+    """The mask of a single query as transformers makes it, [B, 1, 1, K]; None where it hides no key."""
+    from transformers.masking_utils import sdpa_mask
+
+    row: Tensor | None = sdpa_mask(
+        batch_size=batch,
+        q_length=q_len,
+        kv_length=k_len,
+        q_offset=q_offset,
+        kv_offset=k_offset,
+        mask_function=mask_function,
+        attention_mask=padding,
+        **options,
+    )
+    return row
+
+
 def _read(function: MaskFunction, place: _Place) -> Relation:
     code = getattr(function, "__code__", None)
     reader = _readers().get(code) if code is not None else None

@@ -26,7 +26,16 @@ from torch.nn import functional as F
 from ..relations import Graph
 from ..scores import AdditiveScore
 from ..terms import EdgeBias
-from .pyg_edges import Edges, Fill, by_chunks, dot_features, read_edges, sum_features, sum_values
+from .pyg_edges import (
+    Edges,
+    Fill,
+    by_chunks,
+    dot_features,
+    dot_nodes,
+    read_edges,
+    sum_features,
+    sum_values,
+)
 from .pyg_layer import (
     GAT,
     Answer,
@@ -157,15 +166,17 @@ class TransformerConv(Conv):
             raise ValueError(f"edge_attr: wanted [E, edge_dim] = [E, {self.edge_dim}], got None")
         by_head = self._edge_weight(edges.attr)
         asked = torch.einsum("nhc,hcd->nhd", query, by_head)  # what a query looks for in edge features
-        bias = dot_features(asked, edges) * self.out_channels**-0.5
+        scale = self.out_channels**-0.5
+        bias = dot_features(asked, edges) * scale
+        is_dropped = self._dropout > 0
         scores = Scores(query, key, terms=(EdgeBias(bias),))
-        weights = scores.weigh(edges.graph)
-        if self._dropout:
+        # A value of one number: with dropout only the sums are wanted, and the values follow below.
+        out, lse = scores.attend_with_lse(value[..., :1] if is_dropped else value, edges.graph)
+        exponent = dot_nodes(query, key, edges, lse.dtype) * scale + bias - lse.index_select(0, edges.target)
+        weights = dropped = exponent.exp().to(query.dtype)
+        if is_dropped:
             dropped = F.dropout(weights, self._dropout)
             out = sum_values(dropped, value, edges)
-        else:
-            dropped = weights
-            out = scores.attend(value, edges.graph, 0.0)
         features = sum_features(dropped, edges)  # [targets, H, d]
         return out + torch.einsum("nhd,hcd->nhc", features, by_head), weights
 

@@ -111,11 +111,10 @@ def _read(edge_index: Any, sizes: tuple[int, int | None]) -> tuple[Graph, Tensor
             "edge_index: wanted a tensor [2, E], a Graph or a torch.sparse matrix [targets, sources], "
             f"got {type(edge_index).__name__}"
         )
-    if _is_sparse(edge_index):
-        values = edge_index._values() if edge_index.layout == torch.sparse_coo else edge_index.values()
-        graph = _cached(edge_index, (edge_index.shape[1], edge_index.shape[0]))
-        return graph, values if values.dim() > 1 else None
-    return _cached(edge_index, (sizes[0], sizes[0] if sizes[1] is None else sizes[1])), None
+    if not _is_sparse(edge_index):
+        return _cached(edge_index, (sizes[0], sizes[0] if sizes[1] is None else sizes[1])), None
+    graph = _cached(edge_index, (edge_index.shape[1], edge_index.shape[0]))
+    return graph, edge_index.to_sparse_coo()._values() if edge_index.dim() > 2 else None
 
 
 def _is_sparse(x: Any) -> bool:
@@ -125,28 +124,24 @@ def _is_sparse(x: Any) -> bool:
 def _cached(edge_index: Tensor, sizes: tuple[int, int]) -> Graph:
     """The graph of a tensor, made once unless the tensor was written to since."""
     if torch.compiler.is_compiling() or edge_index.is_inference():  # the latter counts no writes
-        return Graph(_pairs(edge_index), size=sizes)
+        return _make(edge_index, sizes)
     version, found = _graphs.get(edge_index, (None, {}))
     if version != edge_index._version:
         found = {}
         _graphs[edge_index] = (edge_index._version, found)
     if sizes not in found:
-        found[sizes] = Graph(_pairs(edge_index), size=sizes)
+        found[sizes] = _make(edge_index, sizes)
     graph: Graph = found[sizes]
     return graph
 
 
-def _pairs(edge_index: Tensor) -> Tensor:
-    """Sources and targets, [2, E]; a sparse matrix has its targets first."""
+def _make(edge_index: Tensor, sizes: tuple[int, int]) -> Graph:
     if not _is_sparse(edge_index):
-        return edge_index.as_subclass(Tensor)
-    if edge_index.layout == torch.sparse_coo:
-        return edge_index._indices().flip(0)
-    by_row = edge_index.layout == torch.sparse_csr
-    ptr = edge_index.crow_indices() if by_row else edge_index.ccol_indices()
-    inner = edge_index.col_indices() if by_row else edge_index.row_indices()
-    outer = torch.repeat_interleave(torch.arange(len(ptr) - 1, device=ptr.device), ptr.diff())
-    return torch.stack((inner.long(), outer) if by_row else (outer, inner.long()))
+        return Graph(edge_index, size=sizes)
+    if edge_index.dim() > 2:  # vectors for its edges: here their places alone
+        place = edge_index.to_sparse_coo()._indices()
+        edge_index = torch.sparse_coo_tensor(place, place[0], edge_index.shape[:2])
+    return Graph.from_adjacency(edge_index)
 
 
 def _add_loops(graph: Graph, in_order: bool) -> _Looped:
@@ -216,6 +211,16 @@ def by_chunks(function: Callable[..., Tensor], width: int, nodes: int, *by_edge:
         checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
         for part in zip(*(x.split(step) for x in by_edge), strict=True)
     ]
+
+
+def dot_nodes(query: Tensor, key: Tensor, edges: Edges, dtype: torch.dtype) -> Tensor:
+    """The products ``query[target, h] . key[source, h]`` of each edge, [E, H], computed in the dtype."""
+
+    def dot(source: Tensor, target: Tensor) -> Tensor:
+        return (query.index_select(0, target).to(dtype) * key.index_select(0, source).to(dtype)).sum(-1)
+
+    (targets, heads, size), sources = query.shape, len(key)
+    return torch.cat(by_chunks(dot, heads * size, max(targets, sources), edges.source, edges.target))
 
 
 def dot_features(query: Tensor, edges: Edges) -> Tensor:

@@ -36,23 +36,29 @@ ExactForm = Intervals | Edges | Predicate
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of one executed pair in a tile (of each size) and of one edge, in arbitrary units."""
+    """Time of one executed pair in a tile (of each size) and of one edge, in arbitrary units.
+
+    A kernel that skips what is empty inside partial tiles takes, in a row of them, the time of its pairs,
+    of ``run`` more for each run of consecutive keys and of ``partial`` more for each tile.
+    """
 
     tile: dict[int, float]
     edge: float
-    panel: int | None  # keys that a kernel skips at once inside a partial tile; None = it does not
+    run: float | None  # None: nothing is skipped
+    partial: float = 0.0
 
 
 # Measured by `attnbias bench costs` (Zen 4, D = 64; AVX2 and AVX-512 alike). Kernels skip panels of 16
-# keys, so that a small tile saves next to nothing (1.00 to 1.02), and at the crossover an edge takes the
-# time of 2.3 pairs in a tile forward and 2.5 with backward: edges win below two fifths fill.
-CPU_COSTS = Costs(tile={128: 1.0, 64: 1.02}, edge=2.4, panel=16)
+# keys in strips of six rows, so that a small tile saves next to nothing (1.00 to 1.02). An edge takes the
+# time of 2.2 pairs in a tile where its keys lie together and of 3 where they are scattered. Windows are
+# quicker as edges below about 55 keys, scattered pairs below 37 % fill.
+CPU_COSTS = Costs(tile={128: 1.0, 64: 1.02}, edge=2.7, run=24.0, partial=24.0)
 
 # By compute capability x 10: instructions per pair in tiles of 64 over those in tiles of 128, forward, the
 # mean of D = 64 and 128; an edge takes about 45 times those of a pair (14.6 against 1223 per MFLOP on sm_80,
 # D = 64). Static: counted by `make static`, not timed. A device between two takes the older one's.
 GPU_COSTS = {
-    arch: Costs(tile={128: 1.0, 64: small}, edge=45.0, panel=None)
+    arch: Costs(tile={128: 1.0, 64: small}, edge=45.0, run=None)
     for arch, small in ((80, 1.18), (86, 1.29), (90, 1.37), (100, 2.0), (120, 1.24))
 }
 
@@ -69,7 +75,7 @@ def costs_of(device: torch.device) -> Costs:
 
 
 # Ranges and predicates become edges only in rows that are short: a list takes 20 bytes a pair, tiles do not.
-KEYS_LISTED = 64
+KEYS_LISTED = 256
 
 
 def build_layout(
@@ -181,6 +187,7 @@ def _lighter(
         if best is not None and best[0] <= best[3] * costs.tile[size]:
             break  # not even tiles without waste would be less work
         area = _areas(form, size)
+        rows = area // max(1, min(size, form.k_len))
         pairs = _pairs_in_rows(form, size)
         as_edges = pairs * costs.edge
         unlisted = np.zeros(len(area), bool)
@@ -192,12 +199,13 @@ def _lighter(
         tiling = _tile(tiled, size)
         full, partial = tiling.counts()
         work = (full + partial) * area
-        if costs.panel and not isinstance(tiled, Predicate):
-            work = np.minimum(work, pairs + costs.panel * _runs_in_rows(tiled, size))
+        if costs.run is not None and not isinstance(tiled, Predicate):
+            skipping = pairs + costs.run * _runs_in_rows(tiled, size) + costs.partial * partial * rows
+            work = np.minimum(work, skipping)
         as_tiles = np.where(unlisted, np.inf, work * costs.tile[size])
         kept = as_tiles <= as_edges if wanted == "auto" else np.full(len(area), wanted == "tiles")
         if wanted == "auto" and not isinstance(form, Edges):
-            kept |= pairs * min(size, form.k_len) > KEYS_LISTED * area
+            kept |= pairs > KEYS_LISTED * rows
         if isinstance(form, Edges):
             kept[tile_rows(form.row[form.repeated], form.q_len, size)] = False
         total = float(np.where(kept, as_tiles, as_edges).sum())

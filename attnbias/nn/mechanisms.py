@@ -121,21 +121,21 @@ class GraphAttention(RelationalAttention):
         super().__init__(d_model, heads, **options)
 
     @overload  # type: ignore[override]  # the second argument is the graph: there is no memory
-    def forward(self, x: Tensor, graph: Relation, *, return_weights: Literal[False] = ...) -> Tensor: ...
+    def forward(self, x: Tensor, relation: Relation, *, return_weights: Literal[False] = ...) -> Tensor: ...
     @overload
     def forward(
-        self, x: Tensor, graph: Relation, *, return_weights: Literal[True]
+        self, x: Tensor, relation: Relation, *, return_weights: Literal[True]
     ) -> tuple[Tensor, Tensor]: ...
     def forward(
-        self, x: Tensor, graph: Relation, *, return_weights: bool = False
+        self, x: Tensor, relation: Relation, *, return_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend along the edges.
 
         Args:
             x: nodes, [n, d_model] or [B, n, d_model].
-            graph: a Graph; a 0/1 adjacency matrix (row = query) is ``Dense(matrix != 0)``.
+            relation: a Graph; a 0/1 adjacency matrix (row = query) is ``Dense(matrix != 0)``.
             return_weights: return the weights too.
         """
         if return_weights:
-            return super().forward(x, relation=graph, return_weights=True)
-        return super().forward(x, relation=graph)
+            return super().forward(x, relation=relation, return_weights=True)
+        return super().forward(x, relation=relation)

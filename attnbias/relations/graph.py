@@ -109,7 +109,9 @@ class Graph(Listed):
             what = f"{first} to {last}" if least >= 0 else "offsets that fall"
             raise ValueError(f"ptr: wanted offsets that rise from 0 to len(key) = {len(key)}, got {what}")
         queries = len(sizes)
-        query = torch.repeat_interleave(torch.arange(queries, device=ptr.device), sizes)
+        query = torch.repeat_interleave(  # told its length, it does not wait for the device
+            torch.arange(queries, device=ptr.device), sizes, output_size=len(key)
+        )
         keys = queries if num_keys is None else as_count("num_keys", num_keys)
         return cls(torch.stack((key, query.to(key.device))), **_sizes(keys, queries))
 

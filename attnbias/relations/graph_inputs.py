@@ -70,7 +70,8 @@ def read_adjacency(matrix: Any) -> tuple[Tensor, Tensor, Size]:
         by_row = tensor.layout == torch.sparse_csr
         ptr = (tensor.crow_indices() if by_row else tensor.ccol_indices()).long()
         minor = (tensor.col_indices() if by_row else tensor.row_indices()).long()
-        major = torch.repeat_interleave(torch.arange(len(ptr) - 1, device=ptr.device), ptr.diff())
+        count = torch.arange(len(ptr) - 1, device=ptr.device)
+        major = torch.repeat_interleave(count, ptr.diff(), output_size=len(minor))
         return (major, minor, shape) if by_row else (minor, major, shape)
     raise TypeError(f"adjacency: wanted a dense, COO, CSR or CSC tensor, got {tensor.layout}")
 

@@ -17,6 +17,8 @@ from ..layouts.predicate import Predicate
 from .patterns import RANGES_PER_ROW
 from .relation import Relation, value
 
+MOST_LISTED = 0.37  # share of a mask up to which its pairs are listed: denser ones are quicker as tiles
+
 
 @value
 class Where(Relation):
@@ -139,7 +141,7 @@ class Dense(Relation):
             ptr = pointer(np.bincount(start // max(at.k_len, 1), minlength=rows))
             base = start // max(at.k_len, 1) * at.k_len
             return Bound(Intervals(at.q_len, at.k_len, group, ptr, start - base, stop - base))
-        if 4 * int(flat.sum()) <= flat.size:
+        if int(flat.sum()) <= MOST_LISTED * flat.size:
             row, key = np.nonzero(flat)
             return Bound(None, Edges.from_pairs(at.q_len, at.k_len, group, row, key))
         everywhere = at.everywhere(self.batch_size, self.head_count)

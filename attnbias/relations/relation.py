@@ -445,6 +445,8 @@ def show(value: Any, short: bool | None = None) -> str:
 
 def as_indices(name: str, value: Any, ranks: Sequence[int]) -> Tensor:
     """A private int64 copy of integers given as a tensor, an array or nested lists."""
+    if isinstance(value, np.ndarray):
+        value = np.ascontiguousarray(value)  # torch takes no negative strides
     tensor = torch.as_tensor(value)
     if tensor.numel() == 0 and not isinstance(value, Tensor | np.ndarray):
         tensor = tensor.long()

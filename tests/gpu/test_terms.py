@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import attnbias as ab
+from attnbias import soak
 from attnbias.backends import triton
 from attnbias.philox import keep_mask
 from attnbias.problem import Call
@@ -68,3 +69,19 @@ def test_terms(gpu, case):
         # A slope adds up pairs at up to K times their size.
         magnitude = sizes.get(name, sizes["sink"] * (K if name == "slopes" else 1))
         assert_no_worse(name, mine, theirs, exact, factor, magnitude=magnitude)
+
+
+@pytest.mark.slow
+def test_tiles_and_edges_with_terms_and_dropout(gpu):
+    """A layout of both: what the tiles gave is read and added to."""
+    n, rng = 200, torch.Generator().manual_seed(0)
+    few = torch.randint(0, n - 5, (2, 120), generator=rng)
+    relation = ab.Graph(few, num_nodes=n) | (ab.Prefix(100) & ~ab.Bipartite(64))
+    layout = relation.layout(n, n, batch=1, heads=2)
+    assert layout.tiles and layout.edges
+    leaves = [torch.randn(shape, generator=rng, requires_grad=True) for shape in ((2,), (1, n), (2, 39 * 39))]
+    slopes, keys, table = leaves
+    terms = [ab.ALiBi(slopes), ab.KeyBias(keys), ab.GridBias(table, (20, 20))]
+    inputs = make_inputs(1, 1, 2, 1, n, n, 16, 16, requires_grad=True)
+    drawn = soak.Drawn(3, inputs, relation, {"q_start": 0, "terms": terms, "dropout_p": 0.3}, "auto")
+    assert soak.compare(drawn, "triton") == []

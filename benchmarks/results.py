@@ -1,0 +1,231 @@
+"""What a run found: a record that is kept as JSON and read by tables, plots, the page and --compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+
+import attnbias as ab
+from attnbias import dispatch
+from attnbias.problem import Problem
+
+from .attention import MATMUL, OURS, Result
+from .cases import Case
+from .timing import Spread
+
+VERSION = 1
+PICTURE_TOKENS = 8192  # along the longer side, of layouts whose tiles are drawn
+
+Numbers = list[float]  # median, 20 %, 80 %
+
+
+class Entry(TypedDict):
+    """One case and pass; ratios are peer / attnbias, and of torch.mm our share of its rate."""
+
+    case: str
+    relation: str
+    backward: bool
+    sizes: dict[str, Any]
+    pairs: int
+    density: float
+    backend: str
+    layout: dict[str, Any]
+    seconds: dict[str, Numbers]
+    ratios: dict[str, Numbers]
+    gflops: float
+    bytes: dict[str, int]
+    refused: dict[str, str]
+    fault: str
+
+
+class SweepPoint(TypedDict):
+    """One density: seconds of the automatic choice, of tiles, of edges and of dense attention."""
+
+    structure: str
+    backward: bool
+    tokens: int
+    density: float
+    chosen: str  # what "auto" became: tiles, edges or both
+    seconds: dict[str, Numbers]
+    ratios: dict[str, Numbers]  # the others' time over that of "auto"
+
+
+class LengthPoint(TypedDict):
+    """One length: seconds forward, by relation and by whom."""
+
+    what: str
+    tokens: int
+    seconds: Numbers
+
+
+class Results(TypedDict):
+    """A whole run."""
+
+    version: int
+    machine: dict[str, Any]
+    entries: list[Entry]
+    sweep: list[SweepPoint]
+    lengths: list[LengthPoint]
+    pictures: dict[str, str]
+    is_whole: bool
+
+
+def device_model(device: torch.device) -> str:
+    """The name of the processor, never that of the host."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def describe_machine(device: torch.device, threads: int, clock: str) -> dict[str, Any]:
+    """What the figures were measured on and how."""
+    machine = {
+        "device": device_model(device),
+        "kind": device.type,
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "clock": clock,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "attnbias": ab.__version__,
+    }
+    if device.type == "cuda":
+        machine["capability"] = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        machine["cuda"] = torch.version.cuda
+    else:
+        from attnbias.backends import cpu
+
+        machine["level"] = "none" if cpu.missing() else cpu.level()
+        machine["torch level"] = torch.backends.cpu.get_cpu_capability()
+    return machine
+
+
+def start(machine: dict[str, Any]) -> Results:
+    """An empty record."""
+    return {
+        "version": VERSION,
+        "machine": machine,
+        "entries": [],
+        "sweep": [],
+        "lengths": [],
+        "pictures": {},
+        "is_whole": False,
+    }
+
+
+def numbers(spread: Spread) -> Numbers:
+    """A spread as it is stored, four digits."""
+    return [float(f"{value:.4g}") for value in spread]
+
+
+def entry_of(name: str, case: Case, *, backward: bool, build: Spread) -> Entry:
+    """What is known of a case before it is timed."""
+    query, key, value, _ = case.inputs()
+    problem = Problem(query, key, value, case.relation, q_start="end")
+    stats = case.layout.stats()
+    return {
+        "case": name,
+        "relation": case.name,
+        "backward": backward,
+        "sizes": {
+            "batch": case.batch,
+            "heads": case.heads,
+            "key_heads": case.key_heads or case.heads,
+            "queries": case.q_len,
+            "keys": case.tokens,
+            "size": case.size,
+            "dtype": str(case.dtype).removeprefix("torch."),
+        },
+        "pairs": case.pairs,
+        "density": case.density,
+        "backend": case.backend or dispatch.choose(problem, None),
+        "layout": {**dict(stats), "seconds": numbers(build)},
+        "seconds": {},
+        "ratios": {},
+        "gflops": 0.0,
+        "bytes": {},
+        "refused": {},
+        "fault": "",
+    }
+
+
+def fill(entry: Entry, result: Result) -> None:
+    """Add what was timed."""
+    entry["seconds"] = {name: numbers(spread) for name, spread in result.times.items()}
+    entry["ratios"] = {name: numbers(spread) for name, spread in result.ratios.items()}
+    entry["gflops"] = float(f"{result.rate / 1e9:.4g}")
+    entry["bytes"] = dict(result.bytes)
+    entry["refused"] = result.refused
+
+
+def picture_of(case: Case) -> str:
+    """The tiles of a layout as text, or nothing where they are too many."""
+    if max(case.q_len, case.tokens) > PICTURE_TOKENS or case.q_len < 64:
+        return ""
+    return ab.Layout.build(case.relation, case.q_len, case.tokens, q_start="end", tile=64).picture()
+
+
+def path_of(results: Results, folder: Path) -> Path:
+    """Where a run is kept: named by the device's model."""
+    model = re.sub(r"[^a-z0-9]+", "-", str(results["machine"]["device"]).lower()).strip("-")
+    return folder / f"{model or 'device'}.json"
+
+
+def save(results: Results, path: Path) -> None:
+    """Write a run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def load(path: Path) -> Results:
+    """Read a run.
+
+    Raises:
+        ValueError: if the file is none.
+    """
+    try:
+        found: Results = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"--compare: cannot read {path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--compare: {path} is not JSON: {error}") from None
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        raise ValueError(f"--compare: {path} is not a result of this version of `attnbias bench`")
+    return found
+
+
+def dense_ratio(entry: Entry) -> tuple[str, Numbers] | None:
+    """The quickest of SDPA's calls that gives the same result, and its time over ours."""
+    legal = {
+        name: ratio
+        for name, ratio in entry["ratios"].items()
+        if name.startswith("SDPA") and name != "SDPA, all pairs"
+    }
+    return min(legal.items(), key=lambda item: item[1][0]) if legal else None
+
+
+def quickest(entry: Entry) -> tuple[str, Numbers] | None:
+    """The quickest peer that gives the same result, and its time over ours."""
+    same = {name: ratio for name, ratio in others(entry).items() if name != "SDPA, all pairs"}
+    return min(same.items(), key=lambda item: item[1][0]) if same else None
+
+
+def is_timed(entry: Entry) -> bool:
+    """Whether there are times: wrong results have none."""
+    return OURS in entry["seconds"]
+
+
+def others(entry: Entry) -> dict[str, Numbers]:
+    """The ratios to peers, the yardstick left out."""
+    return {name: ratio for name, ratio in entry["ratios"].items() if name != MATMUL}

@@ -1,0 +1,156 @@
+"""One run of ``attnbias bench``: every case checked, then timed; then the sweeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from . import report, sweep
+from .attention import MATMUL, race
+from .cases import Case
+from .catalog import cases_of
+from .graphs import MissingGraphError
+from .peers import PEERS
+from .results import Results, describe_machine, entry_of, fill, picture_of, start
+from .timing import Spread, Timer, timer_of, using_threads
+
+# In a quick run FlexAttention, whose compilation takes ten seconds a case, is asked in these alone.
+QUICK_FLEX = ("causal@", "window@", "documents@")
+LEFT_OUT = "SDPA, chunks, mask kept", "SDPA, all pairs", "Flex 64"  # of quick runs
+QUICK_MATMUL, FULL_MATMUL = 1024, 2048
+LENGTHS = {"cpu": (512, 1024, 2048, 4096, 8192), "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536)}
+FULL_LENGTHS = {"cpu": (*LENGTHS["cpu"], 16384, 32768), "cuda": (*LENGTHS["cuda"], 131072)}
+MOST_DENSE = {"cpu": 8192, "cuda": 65536}  # tokens up to which SDPA is asked in the plot of lengths
+SWEPT = {"cpu": 2048, "cuda": 8192}  # tokens
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, and how."""
+
+    device: str
+    is_quick: bool = True
+    wanted: str = ""  # words in the names of cases
+    backend: str | None = None
+    threads: int = 1
+    rounds: int = 3
+
+    @property
+    def kind(self) -> str:
+        """The type of the device."""
+        return torch.device(self.device).type
+
+    def names(self) -> list[str]:
+        """The cases; words may name any of them, in a quick run too."""
+        known = cases_of(self.device, is_quick=self.is_quick and not self.wanted)
+        return [name for name in known if self.wanted in name]
+
+    def peers(self, name: str) -> list[str]:
+        """The peers of a case, matrix products among them."""
+        names = [MATMUL, *PEERS]
+        if self.is_quick:
+            names = [peer for peer in names if peer not in LEFT_OUT]
+            if not any(words in name for words in QUICK_FLEX):
+                names.remove("Flex")
+        return names
+
+    def curves(self) -> list[tuple[str, bool, float]]:
+        """Structure, pass and density of each point of the sweep; none when cases are named."""
+        if self.wanted or self.backend:
+            return []
+        if self.is_quick:
+            return [
+                (name, False, density)
+                for name in ("random pairs", "window")
+                for density in sweep.QUICK_DENSITIES
+            ]
+        return [
+            (name, backward, density)
+            for name in sweep.STRUCTURES
+            for backward in (False, True)
+            for density in sweep.DENSITIES
+        ]
+
+    def lengths(self) -> list[int]:
+        """The lengths of the plot of time against length; none when cases are named."""
+        if self.wanted or self.backend:
+            return []
+        return list((LENGTHS if self.is_quick else FULL_LENGTHS)[self.kind])
+
+
+def begin(plan: Plan) -> Results:
+    """An empty record of this machine."""
+    clock = "CUDA events" if plan.kind == "cuda" else "CPU time" if plan.threads == 1 else "wall time"
+    return start(describe_machine(torch.device(plan.device), plan.threads, clock))
+
+
+def measure(plan: Plan, results: Results) -> None:
+    """Measure, adding to ``results`` what is done, so that a run that is broken off leaves it."""
+    names, points, lengths = plan.names(), plan.curves(), plan.lengths()
+    timer = timer_of(torch.device(plan.device), plan.threads)
+    with using_threads(plan.threads), report.steps(2 * len(names) + len(points) + len(lengths)) as step:
+        for name in names:
+            try:
+                made = cases_of(plan.device, is_quick=False)[name]()
+            except MissingGraphError as error:
+                step(f"{name} is left out: {error}")
+                step("")
+                continue
+            _case(plan, name, replace(made, backend=plan.backend), results, timer, step)
+        sizes = _sizes(plan)
+        for structure, backward, density in points:
+            step(f"{structure}, {density:.1%}")
+            results["sweep"].append(
+                sweep.measure_density(
+                    structure,
+                    density,
+                    SWEPT[plan.kind],
+                    backward=backward,
+                    rounds=plan.rounds,
+                    timer=timer,
+                    **sizes,  # type: ignore[arg-type]
+                )
+            )
+        for tokens in lengths:
+            step(f"{tokens:,} tokens")
+            results["lengths"] += sweep.measure_lengths(
+                tokens,
+                rounds=plan.rounds,
+                timer=timer,
+                with_dense=tokens <= MOST_DENSE[plan.kind],
+                **sizes,  # type: ignore[arg-type]
+            )
+    results["is_whole"] = True
+
+
+def _sizes(plan: Plan) -> dict[str, object]:
+    half = plan.kind == "cuda"
+    return {
+        "device": plan.device,
+        "dtype": torch.bfloat16 if half else torch.float32,
+        "heads": 16 if half else 4,
+    }
+
+
+def _case(plan: Plan, name: str, case: Case, results: Results, timer: Timer, step: report.Step) -> None:
+    """Check one case and time both passes; a wrong result is recorded without a time."""
+    build = Spread.of([timer.sample(case.build) for _ in range(plan.rounds)])
+    for backward in (False, True):
+        step(f"{name}, {'forward and backward' if backward else 'forward'}")
+        entry = entry_of(name, case, backward=backward, build=build)
+        entry["fault"] = case.fault
+        if not case.fault:
+            result = race(
+                case,
+                plan.peers(name),
+                backward=backward,
+                rounds=plan.rounds,
+                timer=timer,
+                square=QUICK_MATMUL if plan.is_quick else FULL_MATMUL,
+                with_memory=True,
+            )
+            fill(entry, result)
+        results["entries"].append(entry)
+    if case.name not in results["pictures"] and (drawn := picture_of(case)):
+        results["pictures"][case.name] = drawn

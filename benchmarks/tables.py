@@ -1,0 +1,152 @@
+"""What a run prints: attention beside its peers, the sweep over density, and two runs compared."""
+
+from __future__ import annotations
+
+from . import report
+from .attention import MATMUL, OURS
+from .peers import DENSE
+from .results import Entry, Results, SweepPoint, dense_ratio, is_timed, others
+from .sweep import AUTO, EDGES, MASKED, TILES, TOLERATED, crossover, regret
+from .timing import Spread
+
+
+def print_run(results: Results) -> None:
+    """Print everything that a run found."""
+    _attention(results["entries"])
+    _reasons(results["entries"])
+    if results["sweep"]:
+        _density(results["sweep"])
+    for line in verdicts(results):
+        print(line)
+
+
+def _attention(entries: list[Entry]) -> None:
+    rows = []
+    for entry in entries:
+        what = "both" if entry["backward"] else "forward"
+        if not is_timed(entry):
+            rows.append([entry["case"], what, "wrong result: no time", *[""] * 6])
+            continue
+        peers = [f"{name} {report.ratio(Spread(*ratio))}" for name, ratio in others(entry).items()]
+        layout = entry["layout"]
+        rows.append(
+            [
+                entry["case"],
+                what,
+                report.times(Spread(*entry["seconds"][OURS])),
+                report.number(entry["gflops"]),
+                f"{entry['ratios'][MATMUL][0]:.0%}",
+                "\n".join(peers),
+                report.time(layout["seconds"][0]),
+                report.size(layout["bytes"]),
+                report.size(entry["bytes"].get(OURS, 0)),
+            ]
+        )
+    header = ["case", "pass", "time", "GFLOP/s", "of matmul", "peer / attnbias", "layout"]
+    report.table("Attention: useful work alone is counted", [*header, "its bytes", "memory"], rows)
+
+
+def _reasons(entries: list[Entry]) -> None:
+    """Say once why each peer was left out of which cases."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        for peer, why in entry["refused"].items():
+            cases = said.setdefault((peer, why), [])
+            if entry["case"] not in cases:
+                cases.append(entry["case"])
+        if entry["fault"]:
+            print(f"{entry['case']}: {entry['fault']}")
+    known = {entry["case"] for entry in entries}
+    for (peer, why), cases in said.items():
+        if set(cases) == known:
+            print(f"{peer}: {why}")
+        elif not _is_plain(why):
+            print(f"{peer}, {', '.join(cases)}: {why}")
+
+
+def _is_plain(why: str) -> bool:
+    """Whether a peer merely does not know the relation, which its place in the table shows."""
+    return any(
+        words in why for words in ("alone", "nothing else", "only", "needs", "there are none", "itself")
+    )
+
+
+def _density(points: list[SweepPoint]) -> None:
+    rows = [
+        [
+            f"{point['structure']}, {point['density']:.2%}",
+            "both" if point["backward"] else "forward",
+            point["chosen"],
+            report.times(Spread(*point["seconds"][AUTO])),
+            *(f"{point['ratios'][name][0]:.3g}x" for name in (TILES, EDGES, MASKED, DENSE)),
+        ]
+        for point in points
+    ]
+    report.table(
+        f"Density, {points[0]['tokens']:,} tokens: others' time over that of the automatic choice",
+        ["pairs", "pass", "chosen", "time", TILES, EDGES, MASKED, DENSE],
+        rows,
+    )
+
+
+def by_curve(points: list[SweepPoint]) -> dict[str, list[SweepPoint]]:
+    """The points of each structure and pass."""
+    curves: dict[str, list[SweepPoint]] = {}
+    for point in points:
+        name = point["structure"] + (", forward and backward" if point["backward"] else "")
+        curves.setdefault(name, []).append(point)
+    return curves
+
+
+def verdicts(results: Results) -> list[str]:
+    """What the run says about the promises: never slower than dense, and a choice near the best form."""
+    lines = []
+    ratios = [
+        (f"{entry['case']}{', forward and backward' if entry['backward'] else ''}", *found)
+        for entry in results["entries"]
+        if is_timed(entry) and (found := dense_ratio(entry))
+    ]
+    if ratios:
+        slower = [f"{name} ({ratio[0]:.2f} of {peer})" for name, peer, ratio in ratios if ratio[0] < 1]
+        said = f"slower in {', '.join(slower)}" if slower else "never slower"
+        lines.append(f"Beside SDPA's quickest call with the same result, {len(ratios)} cases: {said}.")
+    for name, points in by_curve(results["sweep"]).items():
+        worst = max(points, key=regret)
+        where = f"{worst['density']:.1%}"
+        follows = regret(worst) <= TOLERATED
+        words = f"within {regret(worst) - 1:.0%}" if follows else f"{regret(worst):.2f}x slower at {where}"
+        dense, masked = crossover(points), crossover(points, MASKED)
+        from_on = f"from {dense:.0%} on" if dense else "at no density"
+        masked_on = f"from {masked:.0%} on" if masked else "at no density"
+        lines.append(
+            f"{name}: the automatic choice is {words} of the better of tiles and edges; SDPA is quicker "
+            f"{masked_on} with a mask, {from_on} when it computes all pairs instead."
+        )
+    return lines
+
+
+def print_comparison(now: Results, then: Results) -> None:
+    """Print the times of both runs, case by case."""
+    earlier = {(entry["case"], entry["backward"]): entry for entry in then["entries"] if is_timed(entry)}
+    rows = []
+    for entry in now["entries"]:
+        before = earlier.get((entry["case"], entry["backward"]))
+        if before is None or not is_timed(entry):
+            continue
+        old, new = before["seconds"][OURS], entry["seconds"][OURS]
+        of_matmul = [each["ratios"][MATMUL][0] for each in (before, entry)]
+        rows.append(
+            [
+                entry["case"],
+                "both" if entry["backward"] else "forward",
+                report.times(Spread(*old)),
+                report.times(Spread(*new)),
+                f"{old[0] / new[0]:.2f}x",
+                f"{of_matmul[1] / of_matmul[0]:.2f}x",
+            ]
+        )
+    here, there = (run["machine"] for run in (now, then))
+    title = f"Now beside {there['device']}, torch {there['torch']}, attnbias {there['attnbias']}"
+    if (here["device"], here["threads"]) != (there["device"], there["threads"]):
+        title += f" (another machine or number of threads: now {here['device']}, {here['threads']})"
+    report.table(title, ["case", "pass", "then", "now", "faster", "of matmul"], rows)

@@ -1,0 +1,35 @@
+"""Every example runs, on as little as it takes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+QUICK = {
+    "paper_models.py": [],
+    "train_gpt.py": ["--steps", "2", "--tokens", "300"],
+    "train_vit_digits.py": ["--seeds", "1", "--steps", "2"],
+    "unlimiformer.py": ["--tokens", "600", "--keys", "8"],
+}
+SEEN = {
+    "paper_models.py": "Unlimiformer, sparse attention",
+    "train_gpt.py": "times as fast",
+    "train_vit_digits.py": "shuffled neighbours",
+    "unlimiformer.py": "nearest keys of each head",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_example_runs(name, tmp_path):
+    given = [sys.executable, str(EXAMPLES / name), *QUICK[name]]
+    done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert SEEN[name] in done.stdout
+    if name == "train_vit_digits.py":
+        assert {path.name for path in (tmp_path / "results").iterdir()} == {
+            "vit_digits.json",
+            "vit_digits.png",
+        }
