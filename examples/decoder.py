@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
+from progress import Bar
 from torch import Tensor, nn
 
 import attnbias as ab
 from attnbias.nn import MLRAttention, parameter_groups
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path("results")
 
 MakeAttention = Callable[[int], nn.Module]  # by the layer's number
 
@@ -80,8 +80,7 @@ def train(
     optimizer = torch.optim.AdamW(parameter_groups(model, lr), betas=(0.9, 0.95), eps=1e-20, weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / warmup))
     losses = []
-    with Progress() as progress:
-        task = progress.add_task(name, total=steps)
+    with Bar(name, steps) as bar:
         for step in range(steps):
             loss = loss_of(model, step)
             optimizer.zero_grad()
@@ -90,7 +89,7 @@ def train(
             optimizer.step()
             schedule.step()
             losses.append(loss.item())
-            progress.update(task, advance=1, description=f"{name} {losses[-1]:.3f}")
+            bar.advance(f"loss {losses[-1]:.3f}")
     return losses
 
 

@@ -6,7 +6,7 @@ and the dims between a prefix and the end of its last chunk are read as zeros. I
 multiplied by itself and added where the pair shares it. Queries come divided by the ranks of their levels.
 """
 # Triton gives kernels their types, from the arguments of a launch.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 # ruff: noqa: RUF005 - Triton adds tuples, and does not unpack them in others
 
 from __future__ import annotations

@@ -286,7 +286,8 @@ def test_offsets_past_32_bits(step):
 
 def _compute_dense(call: Call, d_out: Tensor, d_lse: Tensor) -> list[Tensor]:
     """Compute with results that do not lie in memory as the inputs do, which would take as much again."""
-    from attnbias.kernels.backward import tiles_backward_key, tiles_backward_query
+    from attnbias.kernels.backward import tiles_backward_query
+    from attnbias.kernels.backward_key import tiles_backward_key
     from attnbias.kernels.forward import tiles_forward
     from attnbias.kernels.row_sums import row_sums
 

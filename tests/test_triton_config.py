@@ -21,7 +21,8 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402 - not before it is known to be there
 
 from attnbias.kernels import launch  # noqa: E402
-from attnbias.kernels.backward import backward_key_kernel, backward_query_kernel  # noqa: E402
+from attnbias.kernels.backward import backward_query_kernel  # noqa: E402
+from attnbias.kernels.backward_key import backward_key_kernel  # noqa: E402
 from attnbias.kernels.forward import forward_kernel  # noqa: E402
 from attnbias.kernels.tune import choices, tune  # noqa: E402
 

@@ -152,7 +152,8 @@ def _backward(
     Returns:
         The gradients of an additive score's weight, if there is one, and of the terms' parts.
     """
-    from ..kernels.backward import tiles_backward_key, tiles_backward_query
+    from ..kernels.backward import tiles_backward_query
+    from ..kernels.backward_key import tiles_backward_key
     from ..kernels.edges_backward import edges_backward
 
     layout = call.layout
