@@ -16,8 +16,15 @@ using edge::ITEM;
 using edge::Lists;
 using edge::MOST;
 
-AB_INLINE float leaky(float x, float slope) { return x > 0 ? x : x * slope; }
-AB_INLINE float steepness(float x, float slope) { return x > 0 ? 1.0f : slope; }
+AB_INLINE F leaky(F x, float slope) { return x > F{} ? x : x * splat(slope); }
+AB_INLINE F steepness(F x, float slope) { return x > F{} ? splat(1.0f) : splat(slope); }
+
+// A vector of which n lanes, or all, are there.
+AB_INLINE F get(const float *p, int64_t n) { return n >= VL ? load(p) : load_some(p, n); }
+AB_INLINE void put(float *p, F x, int64_t n) {
+  if (n >= VL) return store(p, x);
+  store_some(p, x, n);
+}
 
 AB_INLINE const float *as_float(const float *p, int64_t, float *) { return p; }
 template <class T>
@@ -91,16 +98,15 @@ struct Heads {
 
   // Scores s [count] of a pair, without bias.
   void pair(const float *q, const float *k, float *s) const {
-    const float by = slope, scale = score.capped ? 1.0f : call.scale;
-    if (call.D == 1) {
-#pragma omp simd
-      for (int64_t h = 0; h < count; h++) s[h] = leaky(q[h] + k[h], by) * weight[h] * scale;
-    } else {
-      float sum = 0;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t l = 0; l < lanes; l++) sum += leaky(q[l] + k[l], by) * weight[l];
-      s[0] = sum * scale;
+    const float scale = score.capped ? 1.0f : call.scale;
+    F sum = {};
+    for (int64_t l = 0; l < lanes; l += VL) {
+      const int64_t n = lanes - l;
+      const F y = leaky(get(q + l, n) + get(k + l, n), slope) * get(weight + l, n);
+      if (call.D == 1) put(s + l, y * splat(scale), n);
+      sum += y;
     }
+    if (call.D > 1) s[0] = ordered_sum(sum) * scale;
     for (int64_t h = 0; score.capped && h < count; h++) s[h] = score.raw(splat(s[h]))[0];
   }
 
@@ -129,17 +135,12 @@ struct Heads {
 
   // sums += of * weight * steepness(x + y) and dweight, when wanted, += of * leaky(x + y).
   void add(const float *x, const float *y, const float *of, float *sums, float *dweight) const {
-    alignas(64) float by_lane[MOST];
-    const float down = slope;
-    if (call.D > 1) {
-      for (int64_t l = 0; l < lanes; l++) by_lane[l] = of[0];
-      of = by_lane;
+    for (int64_t l = 0; l < lanes; l += VL) {
+      const int64_t n = lanes - l;
+      const F z = get(x + l, n) + get(y + l, n), by = call.D > 1 ? splat(of[0]) : get(of + l, n);
+      put(sums + l, get(sums + l, n) + by * get(weight + l, n) * steepness(z, slope), n);
+      if (dweight) put(dweight + l, get(dweight + l, n) + by * leaky(z, slope), n);
     }
-#pragma omp simd
-    for (int64_t l = 0; l < lanes; l++) sums[l] += of[l] * weight[l] * steepness(x[l] + y[l], down);
-    if (!dweight) return;
-#pragma omp simd
-    for (int64_t l = 0; l < lanes; l++) dweight[l] += of[l] * leaky(x[l] + y[l], down);
   }
 
   void start(float *x, float *y) const {
@@ -169,7 +170,7 @@ struct Heads {
       if ((e - begin) % CHUNK == CHUNK - 1) flush(part, total);
     }
     flush(part, total);
-    if (call.dq.data) put(call.dq, first, 1, i, total);
+    if (call.dq.data) put_node(call.dq, first, 1, i, total);
   }
 
   // Add to the sums of a key's gradient.
@@ -186,7 +187,7 @@ struct Heads {
   }
 
   // Write a node's numbers from head h0 on; with D = 1 `per` sums add up to one.
-  void put(const ab_tensor &x, int64_t h0, int64_t per, int64_t i, const float *sums) const {
+  void put_node(const ab_tensor &x, int64_t h0, int64_t per, int64_t i, const float *sums) const {
     T *p = (T *)x.data + b * x.batch + i * x.row + h0 * x.head;
     if (call.D > 1) {
       int64_t c = 0;
@@ -266,7 +267,7 @@ static void columns_with(const ab_call &call, const Buffers &buffers, const List
           const int64_t of = group_of(call.layout, heads.b, one.first);
           one.column(j, columns.begin(of, j), columns.begin(of, j + 1), buffers.dscores, total);
         }
-        heads.put(call.dk, heads.first / share, heads.count == 1 ? 1 : share, j, total);
+        heads.put_node(call.dk, heads.first / share, heads.count == 1 ? 1 : share, j, total);
       }
     });
   }

@@ -53,7 +53,7 @@ AB_INLINE void store_lanes(const Lanes<L> &lanes, float *heads) {
 
 // Combine the edges of a vector: every L lanes of the result are the same.
 template <int L, class Op>
-AB_INLINE F fold(F x, const Op &op) {
+AB_INLINE F fold(F x, [[maybe_unused]] const Op &op) {
 #if AB_VECTOR_BYTES == 64
   if (L <= 8) {
     x = op(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));

@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=5000, help="at most")
     parser.add_argument("--rounds", type=int, default=15, help="of timing; 0 = none")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="Sparse (CSR tensor|invariant)")  # torch's own, of features
     options.out.mkdir(parents=True, exist_ok=True)

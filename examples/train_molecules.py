@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="molecules in a step")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     found = train(read(options.data), options)
