@@ -249,7 +249,7 @@ def static_rows() -> list[list[str]]:
 
 
 def _static() -> str:
-    head = "".join(f"<th>sm_{sm}, D {d}</th>" for sm in STATIC_SM for d in (64, 128))
+    head = "".join(f"<th>sm_{sm}<br>D {d}</th>" for sm in STATIC_SM for d in (64, 128))
     rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in static_rows())
     return (
         "<h2>GPU code, counted <span class='tag'>static</span></h2><p class='lead'>Instructions per "

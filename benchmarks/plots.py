@@ -89,7 +89,7 @@ def _speed(results: Results) -> Figure:
         found = quickest(entry)
         if found:
             rows.setdefault(entry["case"], {})[entry["backward"]] = found
-    figure = _new(8, 0.42 * len(rows) + 1.1)
+    figure = _new(8, 0.42 * len(rows) + 1.6)
     axes = figure.subplots()
     for place, passes in enumerate(rows.values()):
         for backward, (peer, (middle, low, high)) in passes.items():
@@ -98,12 +98,13 @@ def _speed(results: Results) -> Figure:
             whiskers = [[middle - low], [high - middle]]
             axes.barh(y, middle - 1, 0.36, left=1, color=colour, xerr=whiskers, ecolor=GREY)
             label = f" {middle:.3g}x  {peer}"
-            axes.text(max(high, middle), y, label, va="center", fontsize=8, color="#3a4556")
+            text = axes.text(max(high, middle, 1), y, label, va="center", fontsize=8, color="#3a4556")
+            text.set_in_layout(False)  # there is room for it on the right
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     axes.axvline(1, color=RED, linewidth=1)
     most = max(x[1][2] for passes in rows.values() for x in passes.values())
-    axes.set(xscale="log", xlim=(0.7, most * 3), xlabel="times faster than the quickest peer")
+    axes.set(xscale="log", xlim=(0.7, most * 4), xlabel="times faster than the quickest peer")
     axes.set_xticks(
         ticks := [t for t in (1, 2, 5, 10, 20, 50, 100) if t < most * 3], [f"{t}x" for t in ticks]
     )

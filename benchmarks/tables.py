@@ -112,15 +112,16 @@ def verdicts(results: Results) -> list[str]:
         lines.append(f"Beside SDPA's quickest call with the same result, {len(ratios)} cases: {said}.")
     for name, points in by_curve(results["sweep"]).items():
         worst = max(points, key=regret)
-        where = f"{worst['density']:.1%}"
-        follows = regret(worst) <= TOLERATED
-        words = f"within {regret(worst) - 1:.0%}" if follows else f"{regret(worst):.2f}x slower at {where}"
+        at = f"{worst['density']:.1%}"
+        words = f"takes {regret(worst):.2f} of the time of the better of tiles and edges at {at}"
+        if regret(worst) <= TOLERATED:
+            words = f"is within {TOLERATED - 1:.0%} of the better of tiles and edges at every density"
         dense, masked = crossover(points), crossover(points, MASKED)
         from_on = f"from {dense:.0%} on" if dense else "at no density"
         masked_on = f"from {masked:.0%} on" if masked else "at no density"
         lines.append(
-            f"{name}: the automatic choice is {words} of the better of tiles and edges; SDPA is quicker "
-            f"{masked_on} with a mask, {from_on} when it computes all pairs instead."
+            f"{name}: the automatic choice {words}; SDPA is quicker {masked_on} with a mask, {from_on} "
+            "when it computes all pairs instead."
         )
     return lines
 

@@ -125,9 +125,9 @@ def main() -> None:
                     f"{done}/{count}  seed {seed}  {name}, {samples} samples: {score:.1%}  ({seconds:.0f} s)",
                     flush=True,
                 )
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "vit_digits.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, given.out / "vit_digits.png")
+        given.out.mkdir(parents=True, exist_ok=True)  # after each seed: who stops early keeps what there is
+        (given.out / "vit_digits.json").write_text(json.dumps(results, indent=1) + "\n")
+        draw(results, given.out / "vit_digits.png")
     print(f"\n{'':22}" + "".join(f"{n:>16}" for n in SAMPLES))
     for name, by_size in results.items():
         cells = [

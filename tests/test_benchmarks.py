@@ -384,7 +384,7 @@ def test_verdicts_name_what_is_slower():
     found = results.start({"device": "x"})
     found["sweep"] = [point(0.01, 10.0), point(1.0, 0.4, edges=0.5)]
     (line,) = tables.verdicts(found)
-    assert "2.00x slower at 100.0%" in line and "from 73% on with a mask" in line
+    assert "takes 2.00 of the time" in line and "at 100.0%" in line and "from 73% on with a mask" in line
 
 
 def test_tiles_are_drawn_as_runs():

@@ -9,6 +9,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUICK = {
     "char_lm.py": ["--widths", "32", "--steps", "10", "--seeds", "1", "--limit", "100000"],
+    "huggingface_speed.py": ["--tokens", "300", "--rounds", "1"],
     "icl_regression.py": ["--n", "4", "--widths", "16", "--steps", "20"],
     "paper_models.py": [],
     "time_series.py": ["--contexts", "48", "--steps", "10", "--seeds", "1"],
@@ -18,6 +19,7 @@ QUICK = {
 }
 SEEN = {
     "char_lm.py": "char_lm.png",
+    "huggingface_speed.py": "64 tokens after 512, 10 of them padding",
     "icl_regression.py": "icl_regression.png",
     "paper_models.py": "Unlimiformer, sparse attention",
     "time_series.py": "time_series.png",

@@ -321,7 +321,7 @@ def attention_forward(
             raise NotImplementedError(f"{name}: not understood by attnbias, {what}")
     mask = _understand_mask(module, query, key, attention_mask, options)
     terms = _terms(position_bias, attention_mask, mask.q_start, query.shape[2], key.shape[2])
-    chosen = getattr(module, _RELATION, None)
+    chosen = module.__dict__.get(_RELATION)  # getattr of a module takes long to find nothing
     shared = {"scale": scaling, "softcap": softcap, "sink": s_aux, "q_start": mask.q_start, "terms": terms}
     wants_weights = options.get("output_attentions")
     is_step = query.shape[2] == 1 and not dropout

@@ -98,6 +98,19 @@ def test_matrices_in_shared_memory(count, transposed):
     np.testing.assert_array_equal(arrays[2], x)  # and back
 
 
+def test_a_matrix_of_a_constant():
+    """A register that is the same in all lanes, made of constants, counts for each of them."""
+    body = """
+      cvt.rn.bf16.f32 %rs1, 0f3F800000; cvt.rn.bf16.f32 %rs2, 0f40000000; mov.b32 %r2, {%rs1, %rs2};
+      mul.lo.s32 %r1, %r299, 16; and.b32 %r1, %r1, 127;
+      stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r1], {%r2};
+      bar.sync 0; mul.lo.s32 %r1, %r299, 4; mad.lo.u64 %l1, %l59, 4, %l50;
+      ld.shared.b32 %r9, [%r1]; st.global.b32 [%l1], %r9;
+    """
+    arrays, _ = launch(body, [np.zeros((32, 2), np.uint16)], threads=32, shared=128)
+    assert (arrays[0] == [0x3F80, 0x4000]).all()
+
+
 # -- memory and synchronisation --------------------------------------------------------------------
 
 

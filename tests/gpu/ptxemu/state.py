@@ -119,8 +119,8 @@ class Group:
     # ---- lanes
 
     def wide(self, values: Array) -> Array:
-        """Values as one per lane."""
-        return values if values.ndim else np.broadcast_to(values, (self.lanes,))
+        """Values as one per lane; a constant has no dimension, or one of size 1 when numpy converted it."""
+        return values if values.size == self.lanes else np.broadcast_to(values, (self.lanes,))
 
     def dense(self, values: Array) -> Array:
         """Values as one per lane, next to each other in memory."""
