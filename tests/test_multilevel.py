@@ -7,7 +7,6 @@ import torch
 
 import attnbias as ab
 from attnbias.backends import cpu, rows
-from attnbias.explain import verify
 from attnbias.problem import Call, Problem
 from attnbias.testing import assert_no_worse, eager, magnitudes, make_inputs
 
@@ -183,7 +182,7 @@ def test_everything_else_that_attention_takes(backend):
     terms = [ab.ALiBi(slopes), ab.KeyBias(torch.randn(2, 130))]
     for score in SCORES.values():
         given = {"score": score, "terms": terms, "sink": sink, "softcap": 5.0}
-        assert verify(q, k, v, RELATIONS["by head"], backend=backend, **given).ok
+        assert ab.verify(q, k, v, RELATIONS["by head"], backend=backend, **given).ok
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
