@@ -77,13 +77,14 @@ def _walk_keys(
             following = walk(tiles, t + 1, STEPS)
         else:
             j = walk(tiles, t, STEPS)
+        if not SPEC.has_levels:  # before v: ptxas keeps the order of the loads
+            k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
         v = fetch(V, b, h, j, v_row, cols, k_len, COLS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
         if SPEC.has_levels:
             at = j * COLS, k_row, cols, k_len
             pairs = levels, (first + levels[1] + rows)[:, None], (j * COLS + cols)[None, :]
             s, share, k = score_levels(q, K, *at, marks + t // STEPS, *pairs, inner, LOOP, SPEC)
         else:
-            k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
             s = score(q, k, inner, SPEC)
         x = s * c
         if SPEC.has_terms:

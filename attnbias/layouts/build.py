@@ -48,10 +48,11 @@ class Costs:
     partial: float = 0.0
 
 
-# Measured by `attnbias bench costs` (Zen 4, D = 64; AVX2 and AVX-512 alike). Kernels skip panels of 16
-# keys in strips of six rows, so that a small tile saves next to nothing (1.00 to 1.02). An edge takes the
-# time of 2.2 pairs in a tile where its keys lie together and of 3 where they are scattered. Windows are
-# quicker as edges below about 55 keys, scattered pairs below 37 % fill.
+# Fitted by hand to timings of windows, grids and random pairs (Zen 4, D = 64), of the kind that
+# `attnbias bench costs` prints. Kernels skip panels of 16 keys in strips of six rows, so that a small tile
+# saves next to nothing (1.00 to 1.02). An edge takes the time of 2.2 pairs in a tile where its keys lie
+# together and of 3 where they are scattered. Windows are quicker as edges below about 55 keys, scattered
+# pairs below 37 % fill.
 CPU_COSTS = Costs(tile={128: 1.0, 64: 1.02}, edge=2.7, run=24.0, partial=24.0)
 
 # By compute capability x 10: instructions per pair in tiles of 64 over those in tiles of 128, forward, the
