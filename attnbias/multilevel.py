@@ -162,6 +162,10 @@ class MultiLevel:
             factor = (shares[shared] / rank).masked_fill(shared <= level, 0)
             yield slice(end - rank, end), factor
 
+    def make(self, sizes: Sizes, size: int) -> tuple[str, list[Tensor]]:
+        """The word for ``spec``, and no tensors."""
+        return f"levels={self.key}", []
+
     @property
     def key(self) -> str:
         """All of it as words, for the op's ``spec``."""

@@ -15,20 +15,21 @@ from .layouts.layout import Layout
 from .multilevel import MultiLevel
 from .problem import Call, Problem, fit_edges
 from .relations import from_key
-from .scores import MadeScore
+from .scores import read_score
 from .terms import MadePart, make_parts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .layouts.layout import Form
-    from .problem import Options, Score
+    from .problem import Options
     from .relations.relation import Relation
+    from .scores import Score
     from .terms import Term
 
-# ``spec``: its first line is for the backend: the parts of the terms, and behind a "|" the key of a score
-# that is not the dot product. A call traced with a relation adds two, the layout's form and the relation's
-# key; the layout is then looked up when the op runs.
+# ``spec``: its first line is for the backend: a score that is not the dot product, then the parts of the
+# terms. A call traced with a relation adds two, the layout's form and the relation's key; the layout is then
+# looked up when the op runs.
 # ``backend``: a name; behind a "?" it has yet to be asked whether it can run ("?" alone: choose).
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor layout, Tensor where, Tensor[] terms, Tensor? sink, "
@@ -182,15 +183,16 @@ def layout_of(problem: Problem) -> Layout:
         assert problem.layout is not None
         return problem.layout
     B, H, Q, _ = query.shape
+    form, score = problem.form, problem.score
     return relation.layout(
         Q,
         problem.key.shape[2],
         q_start=problem.q_start,
         device=query.device,
-        form=problem.form,
+        form=form,
         batch=B,
         heads=H,
-        score=problem.score if isinstance(problem.score, MultiLevel) else None,
+        score=score if isinstance(score, MultiLevel) and form != "edges" else None,  # edges have no levels
     )
 
 
@@ -222,12 +224,8 @@ def _call(
 ) -> tuple[Tensor, Tensor]:
     names, parts = make_parts(problem.terms, problem.sizes) if problem.terms else ("", [])
     if problem.score is not None:
-        assert not isinstance(problem.score, MadeScore)
-        if isinstance(problem.score, MultiLevel):
-            names = f"{names}|{problem.score.key}"
-        else:
-            word, tensors = problem.score.make(problem.sizes, problem.query.shape[3])
-            names, parts = f"{word} {names}".rstrip(), tensors + parts
+        word, tensors = problem.score.make(problem.sizes, problem.query.shape[3])
+        names, parts = f"{word} {names}".rstrip(), tensors + parts
     return op(
         problem.query,
         problem.key,
@@ -273,8 +271,7 @@ def _prepare(
 ) -> tuple[Call, dispatch.InOp]:
     """Make what the backend gets from the op's arguments; a traced call is checked only now."""
     words, _, wanted = spec.partition("\n")
-    words, _, levels = words.partition("|")
-    score = MultiLevel.from_key(levels) if levels else None
+    score, _ = read_score(words, terms)
     if wanted:
         form, _, name = wanted.partition("\n")
         B, H, Q, _ = query.shape
@@ -286,31 +283,28 @@ def _prepare(
             form=cast("Form", form),
             batch=B,
             heads=H,
-            score=score,
+            score=score if isinstance(score, MultiLevel) else None,
         )
     else:
         layout = Layout(buffer, where)
+    call = Call(query, key, value, layout, tuple(terms), sink, seed, scale, softcap, dropout_p, words)
     if backend[:1] == "?":
         problem = Problem(
             query,
             key,
             value,
             layout,
-            score=score,
+            score=call.score,
             scale=scale,
             softcap=softcap,
             sink=sink,
             dropout_p=dropout_p,
             q_start=q_start,
         )
-        problem.terms = tuple(MadePart(word) for word in words.split() if "=" not in word)
-        scores = [MadeScore(word) for word in words.split() if "=" in word]
-        problem.score = scores[0] if scores else score
+        problem.terms = tuple(map(MadePart, call.parts))
         if problem.form == "edges":
-            named = zip(words.split(), terms, strict=False)
-            fit_edges(problem, [len(x) for word, x in named if word == "edge"])
+            fit_edges(problem, [len(part) for name, part in call.parts.items() if name == "edge"])
         backend = dispatch.choose(problem, backend[1:] or None, dispatch.IN_OP)
-    call = Call(query, key, value, layout, tuple(terms), sink, seed, scale, softcap, dropout_p, words, score)
     return call, dispatch.IN_OP[backend]
 
 

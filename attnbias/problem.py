@@ -14,7 +14,7 @@ from .multilevel import MultiLevel
 from .relations import Full, Graph, Neighbors
 from .relations.listing import count_edges
 from .relations.relation import Relation
-from .scores import AdditiveScore, MadeScore
+from .scores import AdditiveScore, Score, read_score
 from .terms import EdgeBias, KernelTerm, Sizes
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LARGEST_ON_EDGES = 256  # head size: larger ones are for tiles, unless the relation is a graph
 
 _FULL = Full()
-
-Score = AdditiveScore | MultiLevel
 
 
 class Options(TypedDict, total=False):
@@ -93,7 +91,7 @@ class Problem:
     relation: Relation | None  # exactly one of relation
     layout: Layout | None  # and layout is set
     terms: tuple[Term, ...]
-    score: Score | MadeScore | None
+    score: Score | None
     scale: float
     softcap: float  # 0.0 = off
     sink: Tensor | None  # [H]
@@ -182,11 +180,12 @@ class Problem:
 class Call:
     """What a backend behind the op computes: tensors, numbers and a layout, no relation.
 
-    ``spec`` names what the tensors in ``terms`` are: a score other than the dot product (``additive=0.2``),
-    then parts (see ``attnbias.terms``); behind them stand the codes of a grid.
+    ``spec`` names what the tensors in ``terms`` are: a score other than the dot product (see
+    ``attnbias.scores``), then parts (see ``attnbias.terms``); behind them stand the codes of a grid.
     """
 
     __slots__ = (
+        "_first",
         "dropout_p",
         "key",
         "layout",
@@ -214,7 +213,6 @@ class Call:
         softcap: float,
         dropout_p: float,
         spec: str,
-        score: MultiLevel | None = None,
     ) -> None:
         self.query = query
         self.key = key
@@ -227,24 +225,41 @@ class Call:
         self.softcap = softcap
         self.dropout_p = dropout_p
         self.spec = spec
-        self.score = score  # its levels are those of the layout
+        self.score, self._first = read_score(spec, terms)  # of the parts among the tensors
 
     @property
     def additive(self) -> tuple[Tensor, float] | None:
-        """Weight [H, D] and negative slope of an ``AdditiveScore``; None = the dot product."""
-        name, _, slope = self.spec.partition(" ")[0].partition("=")
-        return (self.terms[0], float(slope)) if name == "additive" else None
+        """Weight [H, D] and negative slope of an ``AdditiveScore``, or None."""
+        score = self.score
+        if not isinstance(score, AdditiveScore):
+            return None
+        assert score.weight is not None  # made so
+        return score.weight, score.negative_slope
+
+    @property
+    def multilevel(self) -> MultiLevel | None:
+        """A multi-level score, whose levels are those of the layout, or None."""
+        return self.score if isinstance(self.score, MultiLevel) else None
+
+    @property
+    def kernel_scale(self) -> float:
+        """The scale with the number of levels in it, where all pairs are divided by that."""
+        levels = self.multilevel
+        return self.scale / len(levels.ranks) if levels and levels.normalize == "levels" else self.scale
 
     @property
     def parts(self) -> dict[str, Tensor]:
         """The score terms by part."""
-        found = zip(self.spec.split(), self.terms, strict=False)
-        return {name: part for name, part in found if "=" not in name}
+        return dict(zip(self._names, self.terms[self._first :], strict=False))
 
     @property
     def codes(self) -> tuple[Tensor, ...]:
         """Codes of queries [Q] and keys [K] on a grid, int32; empty without one."""
-        return self.terms[len(self.spec.split()) :]
+        return self.terms[self._first + len(self._names) :]
+
+    @property
+    def _names(self) -> list[str]:
+        return [word for word in self.spec.split() if "=" not in word]
 
 
 def fit_layout(
@@ -281,9 +296,9 @@ def fit_edges(problem: Problem, counts: Sequence[int]) -> None:
     """Raise unless all pairs are edges, and each ``EdgeBias``, of so many numbers, has one for every edge."""
     relation, layout = problem.relation, problem.layout
     if layout is not None and layout.sizes["tiles"]:
-        what = "score" if problem.score is not None else "terms"
-        needed = "AdditiveScore" if problem.score is not None else "EdgeBias"
-        raise ValueError(f"{what}: {needed} wants a layout of edges alone; build it with form='edges'")
+        is_score = isinstance(problem.score, AdditiveScore)
+        needed = "score: AdditiveScore" if is_score else "terms: EdgeBias"
+        raise ValueError(f"{needed} wants a layout of edges alone; build it with form='edges'")
     if relation is not None and counts:
         wanted = count_edges(relation, "terms: EdgeBias")
         for count in counts:

@@ -1,19 +1,25 @@
 """Scores other than the dot product: what ``attention(..., score=)`` takes.
 
-A score is written once, as a function of queries and keys that broadcast; the reference and the attention
-weights call it. A backend behind the op finds its name and number in the first word of the call's ``spec``,
-and its tensors before those of the terms.
+A score is written once, as a function of queries and keys; the reference and the attention weights call it.
+Through the op it goes as the first word of ``spec``, its name and numbers, with its tensors before those of
+the terms.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .terms import Sizes
+from .multilevel import MultiLevel
+from .terms import KernelTerm, Sizes, why_not_parts
+
+if TYPE_CHECKING:
+    from .terms import Term
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +75,23 @@ class AdditiveScore:
         return f"additive={float(self.negative_slope)!r}", [weight.to(sizes.dtype).expand(sizes.heads, size)]
 
 
-@dataclass(frozen=True)
-class MadeScore:
-    """Stands for a score whose word was made while a call was traced; a backend is chosen by it."""
+Score: TypeAlias = AdditiveScore | MultiLevel
 
-    word: str
+
+def read_score(spec: str, terms: Sequence[Tensor]) -> tuple[Score | None, int]:
+    """The score that ``spec`` begins with, None = the dot product, and how many tensors are its own."""
+    name, is_score, numbers = spec.partition(" ")[0].partition("=")
+    if not is_score:
+        return None, 0
+    if name == "levels":
+        return MultiLevel.from_key(numbers), 0
+    return AdditiveScore(terms[0], float(numbers)), 1
+
+
+def why_not_terms(terms: Sequence[Term], score: Score | None) -> list[str]:
+    """Say, a sentence each, what of the terms has no form that kernels know, alone or with the score."""
+    reasons = why_not_parts(terms)
+    by_edge = any(isinstance(term, KernelTerm) and term.part == "edge" for term in terms)
+    if by_edge and isinstance(score, MultiLevel):
+        reasons.append("score: a MultiLevel is computed on tiles, the numbers of an EdgeBias on edges")
+    return reasons

@@ -410,11 +410,9 @@ class EdgeBias(KernelTerm):
 
     def check(self, sizes: Sizes) -> None:
         """See :class:`KernelTerm`."""
-        is_bare = isinstance(self.bias, Tensor) and self.bias.dim() == 1
-        shape = (None,) if is_bare else (None, sizes.heads)
         wanted = f"[E] or [E, H] = [E, {sizes.heads}]"
-        is_shared = isinstance(self.bias, Tensor) and self.bias.dim() == 2 and self.bias.shape[1] == 1
-        self._check("bias", self.bias, sizes, wanted, (None, 1) if is_shared else shape)
+        dims = 1 if isinstance(self.bias, Tensor) and self.bias.dim() == 1 else 2
+        self._check("bias", self.bias, sizes, wanted, (None, sizes.heads)[:dims], broadcast=True)
 
     def make_part(self, sizes: Sizes) -> Tensor:
         """See :class:`KernelTerm`."""

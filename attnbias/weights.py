@@ -13,7 +13,6 @@ from .multilevel import MultiLevel
 from .ops import attention
 from .problem import Problem
 from .relations.listing import count_edges
-from .scores import MadeScore
 from .terms import EdgeBias
 
 if TYPE_CHECKING:
@@ -149,7 +148,6 @@ def _weigh(
     share = problem.query.shape[1] // problem.key.shape[1]
     query, key = problem.query[b, h, row].to(lse.dtype), problem.key[b, h // share, keys].to(lse.dtype)
     score = problem.score
-    assert not isinstance(score, MadeScore)  # that is for backends behind the op
     if isinstance(score, MultiLevel):
         levels = score.bind(problem.query.shape[2], problem.key.shape[2], problem.q_start)
         positions = row + problem.q_start, keys

@@ -330,3 +330,17 @@ def test_weight_of_another_kind():
     for weight, got in ((3, "int 3"), (torch.zeros(2, 4, dtype=torch.int64), "torch.int64")):
         with pytest.raises(TypeError, match=f"AdditiveScore.weight: wanted a floating-point .* got {got}"):
             ab.attention(q[:, :, :N], k, v, GRAPH, score=ab.AdditiveScore(weight))
+
+
+def test_levels_and_numbers_of_edges_go_to_the_reference():
+    """Tiles have the one and edges the other: the kernels say so, and the reference has both."""
+    q, k, v = torch.randn(3, 1, 2, SOURCES, 4)
+    given = {"score": ab.MultiLevel([2, 2]), "terms": [ab.EdgeBias(torch.randn(400))]}
+    words = "score: a MultiLevel is computed on tiles, the numbers of an EdgeBias on edges"
+    for name in ("rows", "cpu"):
+        assert words in ab.explain(q[:, :, :N], k, v, GRAPH, **given).others[name]
+    out = ab.attention(q[:, :, :N], k, v, GRAPH, **given)
+    assert torch.equal(out, ab.attention(q[:, :, :N], k, v, GRAPH, backend="reference", **given))
+    layout = ab.Causal().layout(N, SOURCES, score=given["score"])
+    with pytest.raises(ValueError, match="terms: EdgeBias wants a layout of edges alone"):
+        ab.attention(q[:, :, :N], k, v, layout, **given)

@@ -75,7 +75,7 @@ def make_call(score, relation, shape, *, tile=64, q_start=0, scale=1.0, softcap=
     q, k, v = make_inputs(sum(shape), B, H, Hk, Q, K, D, E, **kwargs)
     layout = ab.Layout.build(relation, Q, K, tile=tile, batch=B, heads=H, q_start=q_start, score=score)
     layout.validate()
-    return Call(q, k, v, layout, (), None, None, scale, softcap, 0.0, "", score)
+    return Call(q, k, v, layout, (), None, None, scale, softcap, 0.0, f"levels={score.key}")
 
 
 def expected(call, dtype, d_out, d_lse):

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from attnbias.backends import reference
 from attnbias.backends.strides import empty_like_query
-from attnbias.scores import MadeScore
 from attnbias.testing import assert_no_worse, eager, lengths, magnitudes, make_inputs
 
 SEED = torch.tensor([2**40 + 17])
@@ -494,5 +493,3 @@ def test_reference_says_why_not():
     made = make_inputs(0, 1, 1, 1, 2, 2, 2, 2)
     assert reference.name == "reference"
     assert reference.why_not(problem(*made, Window())) == []
-    (reason,) = reference.why_not(problem(*made, Window(), score=MadeScore("additive=0.2")))
-    assert reason == "score: additive=0.2 was made for backends behind the op"

@@ -7,13 +7,11 @@ own, which that one starts. The interpreter computes bfloat16 on its bits: float
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from interpreter import interpreted, not_interpreted, poison_all, run_interpreted  # noqa: F401
 from tile_cases import RELATIONS, SHAPES, check, compute, make_call, make_grads
 from torch import Tensor
 
@@ -26,44 +24,14 @@ from attnbias.testing import assert_no_worse, eager, make_inputs, random_relatio
 pytest.importorskip("triton")
 from attnbias.kernels import launch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_interpreted")
+pytestmark = pytest.mark.usefixtures("poison_all")
 
 
-@pytest.fixture(autouse=True)
-def _poison():
-    """Fill what is allocated without a value with NaN, by whichever function."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@not_interpreted
 @pytest.mark.parametrize("part", ["float32", "not float32"])
 def test_interpreted(part):
     """This file once more, interpreted, in two parts for two workers."""
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not slow",
-            "-k",
-            part,
-            __file__,
-        ],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "passed" in run.stdout
+    run_interpreted(__file__, "-k", part)
 
 
 @interpreted

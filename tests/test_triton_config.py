@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from interpreter import not_interpreted as compiled
 
 import attnbias as ab
 from attnbias.backends import triton as backend
@@ -25,8 +25,6 @@ from attnbias.kernels.backward import backward_query_kernel  # noqa: E402
 from attnbias.kernels.backward_key import backward_key_kernel  # noqa: E402
 from attnbias.kernels.forward import forward_kernel  # noqa: E402
 from attnbias.kernels.tune import choices, tune  # noqa: E402
-
-compiled = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
 
 PASSES = ("forward", "backward_query", "backward_key")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -6,15 +6,13 @@ is at hand, and once more in a process of their own, interpreted.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from edge_cases import NAMES, Case, assert_right, assert_same, graph, hubs, mixed
+from interpreter import INTERPRETED, not_interpreted, run_interpreted
 from torch import Tensor
 
 import attnbias as ab
@@ -26,8 +24,6 @@ from attnbias.kernels.edge_items import PIECE, EdgeLists, cut_rows
 from attnbias.kernels.edge_launch import choose_shape
 from attnbias.kernels.edges import edges_forward
 from attnbias.kernels.edges_backward import edges_backward
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def rarely(test: Any) -> Any:
@@ -424,20 +420,10 @@ def test_shapes_fill_a_warp() -> None:
                 assert shape.LANES == 32 or width * shape.LANES * size // 32 >= 16
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@not_interpreted
 def test_interpreted() -> None:
     """All of this file once more, interpreted."""
-    arguments = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", __file__)
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "passed" in run.stdout
+    run_interpreted(__file__, "-x")
 
 
 def test_mixed_layouts_have_both_forms() -> None:

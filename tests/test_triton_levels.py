@@ -5,12 +5,9 @@ As in test_triton.py, the interpreted tests run in a process of their own, which
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import interpreted, not_interpreted, run_interpreted
 
 import attnbias as ab
 from attnbias.problem import Call
@@ -19,8 +16,6 @@ from attnbias.testing import make_inputs
 pytest.importorskip("triton")
 from attnbias.kernels.levels import Levels, cut, loops
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_interpreted")
 SCORES = {
     "halving": ab.MultiLevel([5, 4, 3, 2, 1, 1]),
     "thirds": ab.MultiLevel([4, 4, 8], widths=[None, 63, 21]),
@@ -29,17 +24,9 @@ SCORES = {
 }
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@not_interpreted
 def test_interpreted():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "passed" in run.stdout
+    run_interpreted(__file__)
 
 
 @interpreted
@@ -105,7 +92,7 @@ def test_dims_of_deeper_levels_are_not_read():
         assert not torch.equal(got[0, 0, ~same], plain[0, 0, ~same])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="looks at no kernel")
+@not_interpreted
 def test_loops():
     """Prefixes by the chunks that they need: multiples of 16 lose nothing; at most 4 loops at D = 64."""
     assert cut(7) == ((0, 16),) and cut(256) == ((0, 16), (16, 16), (32, 32), (64, 64), (128, 128))
@@ -119,7 +106,7 @@ def test_loops():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@not_interpreted
 @pytest.mark.parametrize("cc", [80, 90, 100, 120])
 def test_tensor_work_falls_with_the_prefix(cc):
     """Static: each loop multiplies its prefix's chunks alone; at full depth as much as plain attention."""
@@ -131,7 +118,7 @@ def test_tensor_work_falls_with_the_prefix(cc):
     for score in (None, ab.MultiLevel([16] * 4)):
         layout = ab.Layout.build(ab.Causal(), 512, 512, tile=128, form="tiles", score=score)
         q, k, v, grad = torch.zeros(4, 2, 2, 512, 64, dtype=torch.bfloat16)
-        call = Call(q, k, v, layout, (), None, None, 0.125, 0.0, 0.0, "", score)
+        call = Call(q, k, v, layout, (), None, None, 0.125, 0.0, 0.0, f"levels={score.key}")
         with recording(cc) as launched:
             out, lse = triton.forward(call)
             triton.backward(call, out, lse, grad, None, [True, True, True, False])

@@ -1,11 +1,8 @@
 """Numbers for edges and additive scores in the Triton kernels, in Triton's interpreter: see test_triton."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import interpreted, not_interpreted, poison_all, run_interpreted  # noqa: F401
 from score_cases import CASES, SHAPE, check, graph
 
 import attnbias as ab
@@ -13,31 +10,13 @@ from attnbias.testing import make_inputs
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_interpreted")
+pytestmark = pytest.mark.usefixtures("poison_all")
 
 
-@pytest.fixture(autouse=True)
-def _poison():
-    """Fill what is allocated without a value with NaN, by whichever function."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@not_interpreted
 def test_interpreted():
     """This file once more, interpreted."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "passed" in run.stdout
+    run_interpreted(__file__)
 
 
 @interpreted

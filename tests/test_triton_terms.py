@@ -1,13 +1,11 @@
 """Score terms and dropout in the Triton kernels, in Triton's interpreter: see test_triton."""
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import test_terms
 import torch
+from interpreter import interpreted, not_interpreted, poison_all, run_interpreted  # noqa: F401
 
 import attnbias as ab
 from attnbias import soak
@@ -20,8 +18,7 @@ from attnbias.backends import triton
 from attnbias.kernels import launch
 from attnbias.kernels.config import Config
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_interpreted")
+pytestmark = pytest.mark.usefixtures("poison_all")
 RELATIONS = {
     "causal": ab.Causal(),
     "empty rows": ab.Window(before=20) & ~ab.Bipartite(60),
@@ -32,27 +29,10 @@ LENGTHS = {"tiles": 70, "edges": 5}  # of queries: the interpreter takes its tim
 SEED = 0x1234_5678_9ABC_DEF0
 
 
-@pytest.fixture(autouse=True)
-def _poison():
-    """Fill what is allocated without a value with NaN, by whichever function."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@not_interpreted
 def test_interpreted():
     """This file once more, interpreted."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "passed" in run.stdout
+    run_interpreted(__file__)
 
 
 def dropout_call(p, relation, form, *, seed=SEED, q_start=20, dtype=torch.float32, softcap=0.0):

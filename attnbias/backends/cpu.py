@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..layouts.layout import FIELDS, SIZES
 from ..library import library_path, open_library
-from ..terms import why_not_parts
+from ..scores import why_not_terms
 from . import edge_terms
 from .strides import empty_like_query
 
@@ -122,7 +122,7 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"head size: at most D={LARGEST_SCORE} and E={LARGEST}, got D={D} and E={E}")
     elif D > LARGEST and not _is_tiled(problem):
         reasons.append(f"head size: at most D={LARGEST} unless all pairs are in tiles, got D={D}")
-    return reasons + why_not_parts(problem.terms) if problem.terms else reasons
+    return reasons + why_not_terms(problem.terms, problem.score) if problem.terms else reasons
 
 
 def _is_tiled(problem: Problem) -> bool:
@@ -270,7 +270,7 @@ def _head(
             *_tensor(grads[2]),
             *(lse.data_ptr(), _address(grad_lse), _address(edge_bias), _address(d_edge_bias)),
             *((0, 0) if extras is None else extras.bias_strides),
-            *(_scale(call), call.softcap),
+            *(call.kernel_scale, call.softcap),
             *(torch.get_num_threads(), extras is not None and extras.bias_by_place),
         )
         + more
@@ -281,14 +281,8 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _scale(call: Call) -> float:
-    """The kernels divide by the levels of a pair; by those that there are, it is a part of the scale."""
-    is_by_levels = call.score is not None and call.score.normalize == "levels"
-    return call.scale / len(call.score.ranks) if call.score is not None and is_by_levels else call.scale
-
-
 def _has_extras(call: Call) -> bool:
-    return bool(call.spec) or call.sink is not None or call.dropout_p != 0 or call.score is not None
+    return bool(call.spec) or call.sink is not None or call.dropout_p != 0
 
 
 class _Extras:
@@ -359,7 +353,7 @@ class _Extras:
             _address(sink),
             *(seed, drop_below, call.layout.q_start, kept_share),
             *(negative_slope, _address(weight), _address(d_weight)),
-            call.score is not None and call.score.normalize == "pair",
+            call.multilevel is not None and call.multilevel.normalize == "pair",
         )
 
     def finish(self) -> list[Tensor]:

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..multilevel import MultiLevel
 from ..philox import keep_mask
-from ..scores import MadeScore
 from ..terms import EdgeBias
 from .reference_edges import add_up_edges
 from .strides import empty_like_query
@@ -42,8 +41,7 @@ class _Index(NamedTuple):
 
 def why_not(problem: Problem) -> list[str]:
     """Say what keeps the reference from running this problem."""
-    made = problem.score if isinstance(problem.score, MadeScore) else None
-    return [] if made is None else [f"score: {made.word} was made for backends behind the op"]
+    return []
 
 
 def attend(problem: Problem, elements: int | None = None) -> tuple[Tensor, Tensor]:
@@ -125,7 +123,6 @@ def _weigh(
         levels = problem.score.bind(query.shape[2], K, problem.q_start)
         scores = problem.score.compare(levels, index.q, index.k, multiply)
     else:
-        assert not isinstance(problem.score, MadeScore)
         keys = key.repeat_interleave(heads[1], 1)
         scores = problem.score.pairs(index.h, rows[:, :, :, None], keys[:, :, None])
     scores = scores * problem.scale

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..philox import keep_mask
-from ..terms import why_not_parts
+from ..scores import why_not_terms
 from .strides import empty_like_query
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ name = "rows"
 
 def why_not(problem: Problem) -> list[str]:
     """Say what keeps the layout reference from running this problem."""
-    return why_not_parts(problem.terms)
+    return why_not_terms(problem.terms, problem.score)
 
 
 class _Tile(NamedTuple):
@@ -183,12 +183,13 @@ def _edges(call: Call, g: int, rows: slice, keys: Tensor) -> tuple[Tensor, Tenso
 
 def _levels(call: Call, tile: _Tile) -> list[tuple[slice, Tensor | float]]:
     """Ranges of dimensions, and what their products at each pair [rows, m] are multiplied by."""
-    if call.score is None:
+    score = call.multilevel
+    if score is None:
         return [(slice(None), 1.0)]
     levels = call.layout.levels
     assert levels is not None  # the layout fits the score
     rows = torch.arange(tile.rows.start, tile.rows.stop, device=tile.keys.device)[:, None]
-    spread = call.score.spread(levels, rows + call.layout.q_start, tile.keys)
+    spread = score.spread(levels, rows + call.layout.q_start, tile.keys)
     return [(dims, factor.to(_precision(call.query))) for dims, factor in spread]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.config import target_of
 from ..layouts.layout import FIELDS, SIZES, field_shapes
-from ..terms import why_not_parts
+from ..scores import why_not_terms
 from . import triton_terms
 from .strides import empty_like_query
 
@@ -49,7 +49,7 @@ def why_not(problem: Problem) -> list[str]:
         (query.dtype not in DTYPES, f"dtype: float32, float16 or bfloat16, got {query.dtype}"),
         (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
     )
-    return [words for is_so, words in refused if is_so] + why_not_parts(problem.terms)
+    return [words for is_so, words in refused if is_so] + why_not_terms(problem.terms, problem.score)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -208,27 +208,26 @@ def _backward(
 
 
 def _numbers(call: Call) -> dict[str, float]:
-    is_by_levels = call.score is not None and call.score.normalize == "levels"
-    scale = call.scale / len(call.score.ranks) if call.score is not None and is_by_levels else call.scale
-    return {"scale": scale, "softcap": call.softcap}
+    return {"scale": call.kernel_scale, "softcap": call.softcap}
 
 
 def _levels(call: Call) -> tuple[Levels, Tensor | None]:
     """Return the levels of a multi-level score, and what divides the query by their ranks, [D]."""
     from ..kernels.levels import PLAIN, Levels
 
-    if call.score is None:
+    score = call.multilevel
+    if score is None:
         return PLAIN, None
     found, buffer = call.layout.levels, call.layout.buffer
     assert found is not None  # the layout fits the score
     # Kept on the tensor, as the lists are: a copy to the device for each layout, not for each call.
     kept: tuple[Tensor, Tensor] | None = getattr(buffer, "_attnbias_levels", None)
     if kept is None:
-        ranks = torch.tensor(call.score.ranks, device=buffer.device)
+        ranks = torch.tensor(score.ranks, device=buffer.device)
         widths = torch.tensor(found.widths, dtype=torch.int32, device=buffer.device)
         kept = widths, (1 / ranks).repeat_interleave(ranks, output_size=found.prefixes[-1])
         buffer._attnbias_levels = kept  # type: ignore[attr-defined]
-    per_pair = call.score.normalize == "pair"
+    per_pair = score.normalize == "pair"
     levels = Levels(kept[0], call.layout.q_start, found.prefixes, per_pair)
     return levels, kept[1].to(call.query.dtype)
 
