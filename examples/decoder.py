@@ -24,9 +24,9 @@ RESULTS = Path("results")
 MakeAttention = Callable[[int], nn.Module]  # by the layer's number
 
 
-def plain(width: int, heads: int, relation: ab.Relation) -> nn.Module:
+def plain(width: int, heads: int, relation: ab.Relation, scale: float = 8.0) -> nn.Module:
     """Softmax attention with normalised queries and keys, scaled by 8 / head size: the paper's baseline."""
-    return MLRAttention(width, heads, [width // heads], relation, scale=8.0)
+    return MLRAttention(width, heads, [width // heads], relation, scale=scale)
 
 
 class Block(nn.Module):
@@ -51,11 +51,19 @@ class Decoder(nn.Module):
     """Embedded tokens [B, T, .] to predictions [B, T, outputs]."""
 
     def __init__(
-        self, embed: nn.Module, width: int, layers: int, outputs: int, length: int, attention: MakeAttention
+        self,
+        embed: nn.Module,
+        width: int,
+        layers: int,
+        outputs: int,
+        length: int,
+        attention: MakeAttention,
+        *,
+        deviation: float = 0.02,  # of the positions at the start
     ) -> None:
         super().__init__()
         self.embed = embed
-        self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.positions = nn.Parameter(torch.randn(length, width) * deviation)
         self.blocks = nn.Sequential(*(Block(width, attention(layer)) for layer in range(layers)))
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, outputs, bias=False)

@@ -170,6 +170,14 @@ def test_widths_of_the_block_tensor_train():
     assert {width: factor_width(width) for width in wanted} == wanted
 
 
+def test_a_block_tensor_train_written_out_is_its_factors():
+    torch.manual_seed(0)
+    layer = BilinearBTTAttention(D, H, rank=2, dtype=torch.float64)
+    x = torch.randn(2, D, D, dtype=torch.float64)
+    token_by_token = torch.cat([layer.keys(part) for part in x.split(1, 1)], 1)  # too few to write it out
+    assert (layer.keys(x) - token_by_token).abs().max() < 1e-13
+
+
 @pytest.mark.parametrize("size", [260, 416, 1000])
 def test_large_scores_run_on_the_kernels(size):
     """Score sizes beyond 256, and one query for all heads, which is read with a stride of 0."""

@@ -20,6 +20,7 @@ from ..relations import Causal
 from ..relations.relation import Relation
 
 BASE_WIDTH = 768  # at which learning rates are not multiplied
+WRITTEN_OUT = 256  # widths up to which a CPU is faster with a block tensor train's matrix than with its cores
 
 
 class _Structured(nn.Module):
@@ -263,6 +264,11 @@ class BilinearBTTAttention(_Structured):
         few, many, rank = self.shape
         right = cap_rms(self.right, many, self.heads * many * rank).unflatten(2, (self.heads, many, rank))
         left = cap_rms(self.left, few * rank, few).view(self.heads, many, few, few, rank)
+        if x.is_cpu and self.d_model <= min(WRITTEN_OUT, x.shape[:-1].numel()):
+            # More multiply-adds, but in one large product: 6 times as fast at a width of 32, 2 at 128.
+            matrix = torch.einsum("hjigs,gdhjs->gdhij", left, right)
+            made: Tensor = (x @ matrix.reshape(self.d_model, -1)).unflatten(-1, (self.heads, -1))
+            return made
         small = torch.einsum("btgd,gdhjs->bthjgs", x.unflatten(-1, (few, many)), right)
         return torch.einsum("hjigs,bthjgs->bthij", left, small).flatten(3)
 
