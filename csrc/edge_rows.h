@@ -11,8 +11,8 @@ namespace edge {
 constexpr int64_t CHUNK = 256;  // scores that wait in a buffer between the passes over a row's edges
 constexpr int64_t BATCH = 64;   // rows whose scores share the buffer, at most
 constexpr int64_t ROWS_AHEAD = 256, EDGES_AHEAD = 32;  // from a prefetch to its use
-constexpr int64_t MOST = 256;           // the largest D and E
-constexpr int BLOCK = 8;                // vectors of a gathered sum that stay in registers
+constexpr int64_t MOST = 256;                          // the largest D and E
+constexpr int BLOCK = 8;                               // vectors of a gathered sum that stay in registers
 
 // Large functions that are called from several places: inlined in all they would take long to compile.
 #define AB_APART static __attribute__((noinline, unused))
