@@ -21,12 +21,13 @@ constexpr int64_t WAVE_BYTES = 4 << 20, NODE_WAVE_BYTES = 32 << 20;
 
 AB_INLINE bool by_node(const ab_call &call) { return call.k.head < call.k.row; }
 
-constexpr int64_t NEAR_BYTES = 4 << 20;  // of keys and values that come in time without being fetched
+constexpr int64_t NEAR_BYTES = 4 << 20;  // of gathered rows that come in time without being fetched
 
 // What to fetch, by a sample of the edges: how many lead farther than the diagonal is fetched.
-AB_INLINE Fetch what_to_fetch(const ab_call &call, const Lists &rows) {
+AB_INLINE Fetch what_to_fetch(const ab_call &call, bool backward, const Lists &rows) {
   const int64_t heads = by_node(call) ? call.Hk : 1, number = call.q.dtype == AB_FLOAT32 ? 4 : 2;
-  if (call.K * heads * (call.D + call.E) * number <= NEAR_BYTES) return Fetch::nothing;
+  const int64_t gathered = call.K + (backward ? call.Q : 0);
+  if (gathered * heads * (call.D + call.E) * number <= NEAR_BYTES) return Fetch::nothing;
   constexpr int64_t ROWS = 64, EDGES = 4;
   int64_t far = 0, seen = 0;
   for (int64_t s = 0; s < ROWS; s++) {
@@ -119,7 +120,7 @@ AB_INLINE Plan make_plan(const ab_call &call, const ab_call *before, bool backwa
                scratch,
                fused_heads(call),
                by_node(call),
-               what_to_fetch(call, rows)};
+               what_to_fetch(call, backward, rows)};
   int64_t edges = 0;
   for (int64_t g = 0; g < rows.groups; g++) edges = max64(edges, rows.edges_of(g));
   plan.head = head_scratch(call, backward, plan.step, edges, rows.pieces, columns.pieces);
