@@ -86,4 +86,5 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, *, ranks: tuple[int, ...]) -> Te
         total = total + matrices
         first += rank
     scores = (total / shared).masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
-    return scores.softmax(-1) @ v
+    out: Tensor = scores.softmax(-1) @ v
+    return out
