@@ -50,9 +50,9 @@ def test_example_runs(name, tmp_path):
 
 @pytest.mark.slow
 def test_regression_is_learned_in_context(tmp_path):
-    """Whatever stops attention from learning shows here: the guess 0 has an error of 1."""
+    """The guess 0 has an error of 1, a model whose scores do not learn one of 0.54, this one 0.32."""
     given = ["--n", "3", "--widths", "32", "--steps", "400", "--methods", "bilinear BTT"]
     command = [sys.executable, str(EXAMPLES / "icl_regression.py"), *given]
     subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
     (run,) = json.loads((tmp_path / "results/icl_regression.json").read_text())["runs"]
-    assert run["error"][0] < 0.6
+    assert run["error"][0] < 0.43
