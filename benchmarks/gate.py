@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import graph_gate, report, sweep_gate, terms
+from . import graph_gate, levels, report, sweep_gate, terms
 from .attention import MATMUL, race, steps
 from .cases import CASES, Case, causal, window
 from .timing import Spread, interleave, one_thread, sample
@@ -173,7 +173,8 @@ def run(rounds: int, wanted: str) -> int:
                 bounds = ["", "", report.ratio(ratio), "reported"]
             lines.append([row.case, what, row.peer, *bounds])
         swept = sweep_gate.lines(rounds) if not wanted or wanted in "density" else iter(())
-        for line, held in chain(graph_gate.lines(rounds, wanted), swept):
+        scored = levels.lines(rounds) if not wanted or wanted in "levels" else iter(())
+        for line, held in chain(graph_gate.lines(rounds, wanted), swept, scored):
             lines.append(line)
             failed += not held
         if not wanted or wanted in "terms":

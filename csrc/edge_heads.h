@@ -32,23 +32,46 @@ struct Lanes {
   F part[Packed<L>::PARTS];
 };
 
+// L numbers in memory.
+template <int L>
+struct Few {
+  typedef float V __attribute__((vector_size(4 * L), aligned(4), may_alias));
+};
+
 template <int L>
 AB_INLINE Lanes<L> lanes_of(const float *heads) {
   Lanes<L> lanes;
-  AB_UNROLL
-  for (int i = 0; i < Packed<L>::PARTS; i++) {
-    alignas(64) float filled[VL];
-    for (int j = 0; j < VL; j++) filled[j] = heads[(i * VL + j) % L];
-    lanes.part[i] = load(filled);
+  if constexpr (VL <= L) {
+    AB_UNROLL
+    for (int i = 0; i < Packed<L>::PARTS; i++) lanes.part[i] = load(heads + i * VL);
+  } else {
+    const typename Few<L>::V x = *(const typename Few<L>::V *)heads;
+#if AB_VECTOR_BYTES == 64
+    if constexpr (L == 8) {
+      lanes.part[0] = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
+    } else {
+      lanes.part[0] = __builtin_shufflevector(x, x, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
+    }
+#elif AB_VECTOR_BYTES == 32
+    lanes.part[0] = __builtin_shufflevector(x, x, 0, 1, 2, 3, 0, 1, 2, 3);
+#endif
   }
   return lanes;
 }
 
 template <int L>
 AB_INLINE void store_lanes(const Lanes<L> &lanes, float *heads) {
-  alignas(64) float filled[Packed<L>::STRIDE];
-  for (int i = 0; i < Packed<L>::PARTS; i++) store(filled + i * VL, lanes.part[i]);
-  memcpy(heads, filled, sizeof(float) * L);
+  AB_UNROLL
+  for (int i = 0; i < Packed<L>::PARTS; i++) {
+    if constexpr (VL <= L) {
+      store(heads + i * VL, lanes.part[i]);
+    } else if constexpr (L == 8) {
+      *(typename Few<L>::V *)heads =
+          __builtin_shufflevector(lanes.part[i], lanes.part[i], 0, 1, 2, 3, 4, 5, 6, 7);
+    } else {
+      *(typename Few<L>::V *)heads = __builtin_shufflevector(lanes.part[i], lanes.part[i], 0, 1, 2, 3);
+    }
+  }
 }
 
 // Combine the edges of a vector: every L lanes of the result are the same.
@@ -183,15 +206,17 @@ static void drop_heads(const Single<T> &a, int64_t i, const int32_t *key, int64_
   }
 }
 
-// Scores of a row to weights that add up to 1, given (m, l) to go on from; alpha is what to multiply by
-// there.
+// Scores of a row to weights that add up to 1. Unless it is fresh, (m, l) are there to go on from; alpha is
+// what to multiply by there.
 template <int L>
-AB_APART void head_weights(float *s, int64_t n, float *m, float *l, float *alpha) {
+AB_APART void head_weights(float *s, int64_t n, bool fresh, float *m, float *l, float *alpha) {
   constexpr int PARTS = Packed<L>::PARTS;
   constexpr int64_t STRIDE = Packed<L>::STRIDE;
-  const Lanes<L> m_before = lanes_of<L>(m), l_before = lanes_of<L>(l);
-  Lanes<L> most = m_before, sum = {}, by, factor, base;
+  Lanes<L> most, sum = {}, by, base;
   fill_up(s, n * L, -INFINITY);
+  AB_UNROLL
+  for (int i = 0; i < PARTS; i++) most.part[i] = splat(-INFINITY);
+  if (!fresh) most = lanes_of<L>(m);
   for (int64_t j = 0; j < n * L; j += STRIDE) {
     AB_UNROLL
     for (int i = 0; i < PARTS; i++) most.part[i] = maximum(most.part[i], load(s + j + i * VL));
@@ -209,13 +234,17 @@ AB_APART void head_weights(float *s, int64_t n, float *m, float *l, float *alpha
       sum.part[i] += p;
     }
   }
+  Lanes<L> before = {};
+  if (!fresh) {
+    const Lanes<L> m_before = lanes_of<L>(m), l_before = lanes_of<L>(l);
+    for (int i = 0; i < PARTS; i++) before.part[i] = exp_of(m_before.part[i] - base.part[i]);
+    for (int i = 0; i < PARTS; i++) before.part[i] *= l_before.part[i];
+  }
   AB_UNROLL
   for (int i = 0; i < PARTS; i++) {
-    sum.part[i] = fold<L>(sum.part[i], [](F x, F y) AB_LAMBDA { return x + y; });
-    const F going_on = exp_of(m_before.part[i] - base.part[i]);
-    sum.part[i] += l_before.part[i] * going_on;
+    sum.part[i] = fold<L>(sum.part[i], [](F x, F y) AB_LAMBDA { return x + y; }) + before.part[i];
     by.part[i] = sum.part[i] > F{} ? splat(1.0f) / sum.part[i] : F{};
-    factor.part[i] = going_on * by.part[i];
+    before.part[i] *= by.part[i];
   }
   for (int64_t j = 0; j < n * L; j += STRIDE) {
     AB_UNROLL
@@ -223,7 +252,7 @@ AB_APART void head_weights(float *s, int64_t n, float *m, float *l, float *alpha
   }
   store_lanes(most, m);
   store_lanes(sum, l);
-  store_lanes(factor, alpha);
+  store_lanes(before, alpha);
 }
 
 template <int L, class T>
@@ -234,13 +263,17 @@ static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const in
     alignas(64) float m[BATCH][L], l[BATCH][L], alpha[BATCH][L];
     const ab_call &call = a.call, &before = a.before ? *a.before : a.call;
     const int64_t Q = call.Q;
+    const bool fresh = !a.lse_before && !a.sink;
+    for (int64_t i = row; !fresh && i < end; i++) {
+      for (int h = 0; h < L; h++) {
+        m[i - row][h] = a.lse_before ? a.lse_before[h * Q + i] : a.sink[h];
+        l[i - row][h] = m[i - row][h] != -INFINITY ? 1.0f : 0.0f;
+      }
+    }
     int64_t at = 0;
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
-      for (int h = 0; h < L; h++) {
-        m[i - row][h] = a.lse_before ? a.lse_before[h * Q + i] : a.sink ? a.sink[h] : -INFINITY;
-        l[i - row][h] = m[i - row][h] != -INFINITY ? 1.0f : 0.0f;
-      }
+      a.fetch_keys(i, ptr[i], n, L);
       head_dots<L, N>(a.q[i], call.q.head, a.k, call.k.head, a.edge_key + ptr[i], n, s + at);
       at += round_up(n * L, Packed<L>::STRIDE);
     }
@@ -249,7 +282,7 @@ static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const in
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
       add_head_bias<L>(a, s + at, ptr[i], n);
-      head_weights<L>(s + at, n, m[i - row], l[i - row], alpha[i - row]);
+      head_weights<L>(s + at, n, fresh, m[i - row], l[i - row], alpha[i - row]);
       drop_heads<L>(a, i, a.edge_key + ptr[i], n, s + at);
       at += round_up(n * L, Packed<L>::STRIDE);
     }
@@ -261,16 +294,15 @@ static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const in
       head_gather<L, N>(s + at, nullptr, 0, a.v, call.v.head, a.edge_key + ptr[i], n, alpha[i - row],
                         a.row_or_null(a.out_before, i), before.out.head, y, y_head);
       narrow_heads<L>(a.out[i], call.out.head, y, a.out.size);
-      constexpr int STEP = VL < L ? VL : L;
-      for (int h = 0; h < L; h += STEP) {
-        alignas(64) float logs[VL] = {1, 1, 1, 1};
-        memcpy(logs, l[i - row] + h, sizeof(float) * STEP);
-        store(logs, ln_of(load(logs)));
-        for (int j = h; j < h + STEP; j++) {
-          a.lse[j * Q + i] = l[i - row][j] > 0.0f ? m[i - row][j] + logs[j - h] : -INFINITY;
-        }
-      }
       at += round_up(n * L, Packed<L>::STRIDE);
+    }
+    float *most = m[0], *total = l[0];
+    for (int64_t j = 0; j < round_up((end - row) * L, VL); j += VL) {
+      const F sum = load(total + j), lse = load(most + j) + ln_of(sum);
+      store(most + j, sum > F{} ? lse : splat(-INFINITY));
+    }
+    for (int h = 0; h < L; h++) {
+      for (int64_t i = row; i < end; i++) a.lse[h * Q + i] = m[i - row][h];
     }
   });
 }
@@ -284,16 +316,15 @@ static void fused_backward(const Single<T> &a, int64_t row, int64_t end, const i
     alignas(64) float s[ROOM], d[ROOM], slopes[ROOM], sums[MOST], lse[BATCH][L], delta[BATCH][STRIDE];
     const ab_call &call = a.call, &before = a.before ? *a.before : a.call;
     int64_t at = 0;
+    for (int h = 0; h < L; h++) {
+      for (int64_t i = row; i < end; i++) lse[i - row][h] = a.lse[h * call.Q + i];
+    }
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
       const int32_t *key = a.edge_key + ptr[i], self = (int32_t)i;
+      a.fetch_keys(i, ptr[i], n, L);
       head_dots<L, N>(a.dout[i], call.dout.head, a.o, call.out.head, &self, 1, delta[i - row]);
-      for (int h = 0; h < L; h++) {
-        const float value = a.lse[h * call.Q + i];
-        const bool empty = value == -INFINITY;
-        lse[i - row][h] = empty ? 0.0f : value;
-        delta[i - row][h] = empty ? 0.0f : delta[i - row][h] - (a.dlse ? a.dlse[h * call.Q + i] : 0.0f);
-      }
+      for (int h = 0; a.dlse && h < L; h++) delta[i - row][h] -= a.dlse[h * call.Q + i];
       head_dots<L, N>(a.q[i], call.q.head, a.k, call.k.head, key, n, s + at);
       head_dots<L, N>(a.dout[i], call.dout.head, a.v, call.v.head, key, n, d + at);
       at += round_up(n * L, Packed<L>::STRIDE);
@@ -304,7 +335,13 @@ static void fused_backward(const Single<T> &a, int64_t row, int64_t end, const i
       const int64_t n = ptr[i + 1] - ptr[i];
       add_head_bias<L>(a, s + at, ptr[i], n);
       drop_heads<L>(a, i, a.edge_key + ptr[i], n, d + at);
-      const Lanes<L> row_lse = lanes_of<L>(lse[i - row]), row_delta = lanes_of<L>(delta[i - row]);
+      Lanes<L> row_lse = lanes_of<L>(lse[i - row]), row_delta = lanes_of<L>(delta[i - row]);
+      AB_UNROLL
+      for (int c = 0; c < PARTS; c++) {  // the lse of an empty row is a constant
+        const I empty = row_lse.part[c] == splat(-INFINITY);
+        row_lse.part[c] = empty ? F{} : row_lse.part[c];
+        row_delta.part[c] = empty ? F{} : row_delta.part[c];
+      }
       for (int64_t j = at; j < at + n * L; j += STRIDE) {
         AB_UNROLL
         for (int c = 0; c < PARTS; c++)
@@ -357,6 +394,7 @@ static void fused_column(const Single<T> &a, int64_t j, int64_t first, int64_t l
   with_vectors(a.v.size, [&](auto vectors) AB_LAMBDA {
     constexpr int N = decltype(vectors)::N;
     const ab_call &call = a.call, &before = a.before ? *a.before : a.call;
+    a.fetch_queries(j, first, min64(last - first, CHUNK), L);
     if (a.dv.data) {
       fused_sum<L, N>(a, hand, a.dout, call.dout.head, first, last, a.row_or_null(a.dv_before, j),
                       before.dv.head, a.dv[j], call.dv.head);

@@ -10,9 +10,9 @@ namespace edge {
 
 constexpr int64_t CHUNK = 256;  // scores that wait in a buffer between the passes over a row's edges
 constexpr int64_t BATCH = 64;   // rows whose scores share the buffer, at most
-constexpr int64_t AHEAD = 256;  // rows from a prefetch to its use
-constexpr int64_t MOST = 256;   // the largest D and E
-constexpr int BLOCK = 8;        // vectors of a gathered sum that stay in registers
+constexpr int64_t ROWS_AHEAD = 256, EDGES_AHEAD = 32;  // from a prefetch to its use
+constexpr int64_t MOST = 256;                          // the largest D and E
+constexpr int BLOCK = 8;                               // vectors of a gathered sum that stay in registers
 
 // Large functions that are called from several places: inlined in all they would take long to compile.
 #define AB_APART static __attribute__((noinline, unused))
@@ -112,13 +112,35 @@ AB_INLINE F ln_of(F x) {
   return f + p + e * splat(0.693359375f);
 }
 
-// Fill n numbers up to a whole vector, which the next load finds in one piece.
-AB_INLINE void fill_up(float *s, int64_t n, float value) {
-  if (n % VL == 0) return;
-  float *last = s + n / VL * VL;
+// The first n lanes of x; `value` in the others.
+AB_INLINE F first_lanes(F x, int64_t n, float value) {
   I lane;
   for (int i = 0; i < VL; i++) lane[i] = i;
-  store(last, lane < (int32_t)(n % VL) ? load(last) : splat(value));
+  return lane < (int32_t)n ? x : splat(value);
+}
+
+// Fill n numbers up to a whole vector, which the next load finds in one piece.
+AB_INLINE void fill_up(float *s, int64_t n, float value) {
+  float *last = s + n / VL * VL;
+  if (n % VL) store(last, first_lanes(load(last), n % VL, value));
+}
+
+// The largest of n numbers and m, and their sum; whole vectors can be loaded.
+AB_INLINE float largest_of(const float *s, int64_t n, float m) {
+  F most = splat(m);
+  for (int64_t j = 0; j < n; j += VL) most = maximum(most, first_lanes(load(s + j), n - j, -INFINITY));
+  return largest(most);
+}
+
+AB_INLINE float total_of(const float *s, int64_t n) {
+  F sum = {};
+  for (int64_t j = 0; j < n; j += VL) sum += first_lanes(load(s + j), n - j, 0.0f);
+  return sum_of(sum);
+}
+
+// Write x n times, and on to a whole vector: rows are written in order, so the next one overwrites that.
+AB_INLINE void spread(float x, int64_t n, float *y) {
+  for (int64_t j = 0; j < n; j += VL) store(y + j, splat(x));
 }
 
 // s[j] = x . rows[row[j]] for J neighbours at once; from `left` on the last one again. N whole vectors, or
@@ -175,13 +197,18 @@ AB_APART void dots(const float *x, const Rows<const T> &rows, const int32_t *row
   }
 }
 
-// Fetch row i into the second cache. The machine does not foresee the order of neighbours, but those of a
-// graph in a good order lie near the diagonal: fetching that, AHEAD rows before, finds most of them.
+// What is fetched into the second cache before it is read, for the machine does not foresee the rows that a
+// list names: the row at the diagonal, which is near most neighbours in a graph of a good order, or the row
+// of each edge.
+enum class Fetch { nothing, diagonal, edges };
+
+// Fetch row i of `heads` heads that lie `head` numbers apart.
 template <class T>
-AB_INLINE void prefetch(const Rows<const T> &rows, int64_t i, int64_t count) {
-  if (i >= count) return;
-  const char *p = (const char *)rows[i];
-  for (int64_t c = 0; c < rows.size * (int64_t)sizeof(T); c += 64) __builtin_prefetch(p + c, 0, 2);
+AB_INLINE void prefetch(const Rows<const T> &rows, int64_t i, int64_t heads, int64_t head) {
+  for (int64_t h = 0; h < heads; h++) {
+    const char *p = (const char *)(rows[i] + h * head);
+    for (int64_t c = 0; c < rows.size * (int64_t)sizeof(T); c += 64) __builtin_prefetch(p + c, 0, 2);
+  }
 }
 
 // y = alpha * before + sum_j w[j] * rows[row[j]], for N vectors; several sets of sums where one would

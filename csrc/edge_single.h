@@ -37,7 +37,8 @@ struct Single {
   const float *sink;  // NULL = none
   int64_t batch, head;
   const int32_t *edge_key, *edge_id, *col_query, *col_edge;
-  int64_t origin;                      // the group's first edge
+  int64_t origin;  // the group's first edge
+  Fetch fetch = Fetch::nothing;
   int64_t hand_edge = 2, hand_ds = 1;  // where `hand` has p of an edge, and how far from it dS
 
   Single(const ab_call &the_call, const ab_call *the_tiles, int64_t b, int64_t h, int64_t first_edge)
@@ -87,6 +88,32 @@ struct Single {
 
   AB_INLINE const float *row_or_null(const Rows<const float> &rows, int64_t i) {
     return rows.data ? rows[i] : nullptr;
+  }
+
+  // Fetch what row i reads of keys and values: n edges from `first` on. Inlined, all three: GCC takes a
+  // function that does nothing but prefetch for one that does nothing.
+  inline AB_LAMBDA void fetch_keys(int64_t i, int64_t first, int64_t n, int64_t heads = 1) const {
+    fetch_ahead(i, call.K, edge_key, first, n, [&](int64_t key) AB_LAMBDA {
+      prefetch(k, key, heads, call.k.head);
+      prefetch(v, key, heads, call.v.head);
+    });
+  }
+
+  // The same for column j, which reads queries and the gradients of their results.
+  inline AB_LAMBDA void fetch_queries(int64_t j, int64_t first, int64_t n, int64_t heads = 1) const {
+    fetch_ahead(j, call.Q, col_query, first, n, [&](int64_t query) AB_LAMBDA {
+      if (dk.data) prefetch(q, query, heads, call.q.head);
+      if (dv.data) prefetch(dout, query, heads, call.dout.head);
+    });
+  }
+
+  template <class Body>
+  inline AB_LAMBDA void fetch_ahead(int64_t i, int64_t rows, const int32_t *row, int64_t first, int64_t n,
+                                    const Body &body) const {
+    if (fetch == Fetch::diagonal && i + ROWS_AHEAD < rows) body(i + ROWS_AHEAD);
+    if (fetch != Fetch::edges) return;
+    const int64_t from = first + EDGES_AHEAD, last = min64(from + n, call.layout.edges);
+    for (int64_t e = from; e < last; e++) body(row[e]);
   }
 
   // Turn n dot products into scores, and `slopes`, when wanted, into their derivatives by q.k.
@@ -181,45 +208,57 @@ struct Single {
     lse[i] = lse_of(state.m, state.l);
   }
 
+  // As drop, numbers of all edges of the rows [row, end).
+  void drop_rows(int64_t row, int64_t end, const int32_t *ptr, float *numbers) const {
+    if (!call.drop_below) return;
+    int32_t query[CHUNK] = {};
+    for (int64_t i = row; i < end; i++) {
+      for (int64_t e = ptr[i]; e < ptr[i + 1]; e++) query[e - ptr[row]] = (int32_t)i;
+    }
+    drop(query, edge_key + ptr[row], 0, ptr[end] - ptr[row], numbers);
+  }
+
   // Rows [row, end) of a few edges each, CHUNK in all: step by step for all rows, because the steps of one
-  // row wait for each other.
+  // row wait for each other. Their scores lie without gaps, so that no vector is filled by half: only the
+  // largest and the sum are taken row by row.
   void forward_rows(int64_t row, int64_t end, const int32_t *ptr) const {
-    alignas(64) float s[CHUNK + BATCH * VL], wide[MOST + VL], sums[MOST], m[BATCH + VL], l[BATCH + VL];
+    alignas(64) float s[CHUNK + VL], of_row[CHUNK + VL], wide[MOST + VL], sums[MOST];
+    alignas(64) float m[BATCH + VL], l[BATCH + VL];
     float scale[BATCH];
-    int64_t at = 0;
+    const int64_t first = ptr[row], total = ptr[end] - first;
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
-      const int32_t *key = edge_key + ptr[i];
-      prefetch(k, i + AHEAD, call.K);
-      prefetch(v, i + AHEAD, call.K);
-      dots(widen(q[i], q.size, wide), k, key, n, s + at);
-      at += round_up(n, VL);
+      fetch_keys(i, ptr[i], n);
+      dots(widen(q[i], q.size, wide), k, edge_key + ptr[i], n, s + (ptr[i] - first));
     }
-    scores(s, nullptr, at);
-    at = 0;
+    scores(s, nullptr, total);
+    add_bias(s, first, nullptr, total);
     for (int64_t i = row; i < end; i++) {
-      const int64_t n = ptr[i + 1] - ptr[i];
-      Softmax state = start(i);
-      add_bias(s + at, ptr[i], nullptr, n);
-      const float alpha = weights(s + at, n, state), by = inverse_or_0(state.l);
-      for (int64_t j = 0; j < n; j += VL) store(s + at + j, load(s + at + j) * splat(by));
-      drop(nullptr, edge_key + ptr[i], i, n, s + at);
-      m[i - row] = state.m;
-      l[i - row] = state.l;
-      at += round_up(n, VL);
+      const int64_t at = ptr[i] - first, n = ptr[i + 1] - ptr[i];
+      m[i - row] = largest_of(s + at, n, start(i).m);
+      spread(finite_or_0(m[i - row]), n, of_row + at);
+    }
+    for (int64_t j = 0; j < total; j += VL) store(s + j, exp_of(load(s + j) - load(of_row + j)));
+    for (int64_t i = row; i < end; i++) {
+      const int64_t at = ptr[i] - first, n = ptr[i + 1] - ptr[i];
+      const Softmax state = start(i);
+      const float alpha = state.l == 0.0f ? 0.0f : expf(state.m - finite_or_0(m[i - row]));
+      l[i - row] = state.l * alpha + total_of(s + at, n);
+      const float by = inverse_or_0(l[i - row]);
       scale[i - row] = alpha * by;
+      spread(by, n, of_row + at);
     }
-    at = 0;
+    for (int64_t j = 0; j < total; j += VL) store(s + j, load(s + j) * load(of_row + j));
+    drop_rows(row, end, ptr, s);
     for (int64_t i = row; i < end; i++) {
-      const int64_t n = ptr[i + 1] - ptr[i];
       float *y = collect(out[i], sums);
-      gather(s + at, v, edge_key + ptr[i], n, scale[i - row], start(i).from, y);
+      gather(s + (ptr[i] - first), v, edge_key + ptr[i], ptr[i + 1] - ptr[i], scale[i - row], start(i).from,
+             y);
       narrow(out[i], y, out.size);
-      at += round_up(n, VL);
     }
     for (int64_t i = row; i < end; i += VL) {
-      const F total = load(l + (i - row)), value = load(m + (i - row)) + ln_of(total);
-      const F safe = total > splat(0.0f) ? value : splat(-INFINITY);
+      const F sum = load(l + (i - row)), value = load(m + (i - row)) + ln_of(sum);
+      const F safe = sum > splat(0.0f) ? value : splat(-INFINITY);
       if (i + VL <= end) {
         store(lse + i, safe);
       } else {
@@ -329,38 +368,31 @@ struct Single {
 
   // As forward_rows.
   void backward_rows(int64_t row, int64_t end, const int32_t *ptr, float *hand) const {
-    alignas(64) float s[CHUNK + BATCH * VL], d[CHUNK + BATCH * VL], slopes[CHUNK + BATCH * VL];
-    alignas(64) float wide[MOST + VL], sums[MOST], both[BATCH][2];
-    int64_t at = 0;
+    alignas(64) float s[CHUNK + VL], d[CHUNK + VL], slopes[CHUNK + VL], lse_[CHUNK + VL], delta[CHUNK + VL];
+    alignas(64) float wide[MOST + VL], sums[MOST];
+    const int64_t first = ptr[row], total = ptr[end] - first;
+    const int32_t *key = edge_key + first;
     for (int64_t i = row; i < end; i++) {
-      const int64_t n = ptr[i + 1] - ptr[i];
-      const int32_t *key = edge_key + ptr[i];
-      prefetch(k, i + AHEAD, call.K);
-      prefetch(v, i + AHEAD, call.K);
-      statistics(i, both[i - row]);
-      dots(widen(q[i], q.size, wide), k, key, n, s + at);
-      dots(widen(dout[i], dout.size, wide), v, key, n, d + at);
-      at += round_up(n, VL);
+      const int64_t at = ptr[i] - first, n = ptr[i + 1] - ptr[i];
+      float both[2];
+      fetch_keys(i, ptr[i], n);
+      statistics(i, both);
+      spread(both[0], n, lse_ + at);
+      spread(both[1], n, delta + at);
+      dots(widen(q[i], q.size, wide), k, key + at, n, s + at);
+      dots(widen(dout[i], dout.size, wide), v, key + at, n, d + at);
     }
-    scores(s, slopes, at);
-    at = 0;
-    for (int64_t i = row; i < end; i++) {
-      const int64_t n = ptr[i + 1] - ptr[i];
-      add_bias(s + at, ptr[i], nullptr, n);
-      const F lse_ = splat(both[i - row][0]), delta = splat(both[i - row][1]);
-      drop(nullptr, edge_key + ptr[i], i, n, d + at);
-      for (int64_t j = at; j < at + n; j += VL) weigh(s, d, slopes, lse_, delta, j);
-      drop(nullptr, edge_key + ptr[i], i, n, s + at);
-      keep(s + at, d + at, slopes + at, ptr[i], n, hand);
-      at += round_up(n, VL);
-    }
-    at = 0;
+    scores(s, slopes, total);
+    add_bias(s, first, nullptr, total);
+    drop_rows(row, end, ptr, d);
+    for (int64_t j = 0; j < total; j += VL) weigh(s, d, slopes, load(lse_ + j), load(delta + j), j);
+    drop_rows(row, end, ptr, s);
+    keep(s, d, slopes, first, total, hand);
     for (int64_t i = row; dq.data && i < end; i++) {
-      const int64_t n = ptr[i + 1] - ptr[i];
+      const int64_t at = ptr[i] - first;
       float *y = collect(dq[i], sums);
-      gather(d + at, k, edge_key + ptr[i], n, 1.0f, row_or_null(dq_before, i), y);
+      gather(d + at, k, key + at, ptr[i + 1] - ptr[i], 1.0f, row_or_null(dq_before, i), y);
       narrow(dq[i], y, dq.size);
-      at += round_up(n, VL);
     }
   }
 
@@ -401,8 +433,6 @@ struct Single {
               const float *key_from, float *key_sum, const float *value_from, float *value_sum) const {
     alignas(64) float s[CHUNK + VL], d[CHUNK + VL], wide_k[MOST + VL], wide_v[MOST + VL];
     const float *x = nullptr, *y = nullptr;
-    if (key_sum) prefetch(q, j + AHEAD, call.Q);
-    if (value_sum) prefetch(dout, j + AHEAD, call.Q);
     if (!hand) {
       x = widen(k[j], k.size, wide_k);
       y = widen(v[j], v.size, wide_v);
@@ -410,6 +440,7 @@ struct Single {
     for (; first < last; first += CHUNK) {
       const int64_t n = min64(last - first, CHUNK);
       const int32_t *query = col_query + first;
+      fetch_queries(j, first, n);
       if (!hand) recompute(j, first, n, x, y, stats, s, d);
       for (int64_t e = 0; hand && e < n; e++) {
         const float *pair = hand + hand_edge * (col_edge[first + e] - origin);

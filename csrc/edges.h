@@ -21,6 +21,25 @@ constexpr int64_t WAVE_BYTES = 4 << 20, NODE_WAVE_BYTES = 32 << 20;
 
 AB_INLINE bool by_node(const ab_call &call) { return call.k.head < call.k.row; }
 
+constexpr int64_t NEAR_BYTES = 4 << 20;  // of gathered rows that come in time without being fetched
+
+// What to fetch, by a sample of the edges: how many lead farther than the diagonal is fetched.
+AB_INLINE Fetch what_to_fetch(const ab_call &call, bool backward, const Lists &rows) {
+  const int64_t heads = by_node(call) ? call.Hk : 1, number = call.q.dtype == AB_FLOAT32 ? 4 : 2;
+  const int64_t gathered = call.K + (backward ? call.Q : 0);
+  if (gathered * heads * (call.D + call.E) * number <= NEAR_BYTES) return Fetch::nothing;
+  constexpr int64_t ROWS = 64, EDGES = 4;
+  int64_t far = 0, seen = 0;
+  for (int64_t s = 0; s < ROWS; s++) {
+    const int64_t i = s * rows.rows / ROWS, begin = rows.begin(0, i), size = rows.size(0, i);
+    for (int64_t t = 0; size && t < EDGES; t++, seen++) {
+      const int64_t key = call.layout.edge_key[begin + t * size / EDGES];
+      far += key + ROWS_AHEAD < i || key > i + ROWS_AHEAD;
+    }
+  }
+  return 4 * far > seen ? Fetch::edges : Fetch::diagonal;
+}
+
 // Numbers that the scratch of one head holds, by kind.
 struct HeadScratch {
   int64_t hand, stats, row_piece, column_piece;  // row_piece, column_piece: of one piece
@@ -40,6 +59,7 @@ struct Plan {
   char *scratch;  // of the wave's heads
   int64_t fused;  // heads that go together where rows are short enough; 0 = one by one
   bool by_node;   // the heads of a node lie together: items of equal rows then follow each other
+  Fetch fetch;
 
   int64_t share() const { return call.H / call.Hk; }
   int64_t group(int64_t unit) const { return group_of(call.layout, unit / call.H, unit % call.H); }
@@ -91,7 +111,16 @@ static int64_t wave_bytes(const ab_call &call, bool backward) {
 
 AB_INLINE Plan make_plan(const ab_call &call, const ab_call *before, bool backward, char *scratch,
                          const Lists &rows, const Lists &columns) {
-  Plan plan = {call, before, edge_step(call), 0, 0, {}, scratch, fused_heads(call), by_node(call)};
+  Plan plan = {call,
+               before,
+               edge_step(call),
+               0,
+               0,
+               {},
+               scratch,
+               fused_heads(call),
+               by_node(call),
+               what_to_fetch(call, backward, rows)};
   int64_t edges = 0;
   for (int64_t g = 0; g < rows.groups; g++) edges = max64(edges, rows.edges_of(g));
   plan.head = head_scratch(call, backward, plan.step, edges, rows.pieces, columns.pieces);
@@ -106,6 +135,7 @@ template <class Kernel>
 AB_INLINE Kernel kernel_of(const Plan &plan, const Lists &rows, int64_t unit) {
   const int64_t H = plan.call.H;
   Kernel kernel(plan.call, plan.before, unit / H, unit % H, rows.begin(plan.group(unit), 0));
+  kernel.fetch = plan.fetch;
   if (plan.fused) kernel.hand_edge = 2 * plan.fused, kernel.hand_ds = plan.fused;
   return kernel;
 }

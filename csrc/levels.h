@@ -126,24 +126,28 @@ AB_INLINE void multiply_columns(float *rows, int64_t row, int64_t n, int64_t col
   }
 }
 
+template <int MR>
+AB_INLINE void multiply_all(Sums<MR, 2> &sums, float by) {
+  if (by == 1.0f) return;
+  AB_UNROLL
+  for (int r = 0; r < MR; r++) {
+    AB_UNROLL
+    for (int c = 0; c < 2; c++) sums.at[r][c] *= splat(by);
+  }
+}
+
 // Products of MR rows with a panel, each over the dims of its pair's depth and times its share. Blocks of
 // the rows and of the panel's lanes are [levels, blocks.row].
 template <int MR>
 AB_INLINE void multiply_levels(Sums<MR, 2> &products, const Levels &levels, Depths depths, Rows rows,
                                const float *panel, const TileBlocks &blocks, const int32_t *of_rows,
                                const int32_t *of_lanes) {
-  Sums<MR, 2> sums;
-  clear(sums);
-  add_rows(sums, levels.prefix(depths.shallow), rows.at, rows.row, panel, LANES);
-  products = sums;
-  if (levels.per_pair && depths.shallow > 1) {
-    const F share = splat(levels.share(depths.shallow));
-    AB_UNROLL
-    for (int r = 0; r < MR; r++) {
-      AB_UNROLL
-      for (int c = 0; c < 2; c++) products.at[r][c] *= share;
-    }
-  }
+  clear(products);
+  add_rows(products, levels.prefix(depths.shallow), rows.at, rows.row, panel, LANES);
+  // Most strips are of one depth: they keep their sums in registers, which two sets would not find.
+  if (depths.shallow == depths.deep) return multiply_all(products, levels.share(depths.shallow));
+  Sums<MR, 2> sums = products;
+  multiply_all(products, levels.share(depths.shallow));
   for (int l = depths.shallow; l < depths.deep; l++) {
     const int64_t first = levels.prefix(l), rank = levels.prefix(l + 1) - first;
     add_rows(sums, rank, rows.at + first, rows.row, panel + first * LANES, LANES);

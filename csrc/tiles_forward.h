@@ -22,6 +22,7 @@ struct Block {
   int64_t first, count;  // keys
   const int32_t *bits;   // of the first key, for the first panel; NULL = every pair is related
   Depths depths;         // of a multi-level score
+  float share;           // what scores of one depth are multiplied by, last: it is not in the products then
 };
 
 // The state of one panel of queries.
@@ -65,6 +66,8 @@ static int64_t score_block(const ab_call &call, const Score &score, const Block 
       related[j] = (uint32_t)*word >> lane % 32 & all;
     while (end && !related[end - 1]) end--;
   }
+  Levels levels(call);
+  levels.per_pair &= block.share == 1.0f;
   int64_t count = 0;
   for (int64_t j = 0; j < end;) {
     if (block.bits && !related[j]) {
@@ -80,7 +83,7 @@ static int64_t score_block(const ab_call &call, const Score &score, const Block 
       if constexpr (M::LEVELS) {
         const int32_t *of_keys = blocks.keys + j, *of_lanes = blocks.queries + lane;
         const Depths depths = blocks.narrow(block.depths, of_lanes, panel.count, of_keys, n);
-        multiply_levels(sums, Levels(call), depths, keys, panel.queries, blocks, of_keys, of_lanes);
+        multiply_levels(sums, levels, depths, keys, panel.queries, blocks, of_keys, of_lanes);
       } else {
         clear(sums);
         add_rows(sums, call.D, keys.at, keys.row, panel.queries, LANES);
@@ -154,7 +157,7 @@ static void add_block(const ab_call &call, const Score &score, const Block &bloc
   alignas(64) float keep[LANES];
   bool moved = false;
   F total[2], sum[2] = {};
-  const F factor = splat(score.late);
+  const F factor = splat(score.late * block.share);
   for (int c = 0; c < 2; c++) {
     F before = load(panel.top + c * VL);
     top[c] = maximum(before, top[c] * factor);
@@ -252,9 +255,10 @@ static void divide_by_ranks(const ab_call &call, float *panel) {
 
 // The depths of the pairs of a block, and which dims of its keys are read.
 AB_INLINE int64_t find_depths(const ab_call &call, bool full, int32_t mark, int64_t i, int64_t n,
-                              Block &block, const TileBlocks &blocks) {
+                              bool linear, Block &block, const TileBlocks &blocks) {
   const Levels levels(call);
   block.depths = full ? Depths{mark, mark} : levels.of_tile(i, n, block.first, block.count);
+  if (linear && block.depths.shallow == block.depths.deep) block.share = levels.share(block.depths.deep);
   blocks.fill(levels, block.depths, i, n, block.first, block.count);
   return levels.prefix(block.depths.deep);
 }
@@ -296,14 +300,15 @@ static void forward_item(const ab_call &call, const Item &item, char *memory) {
     const bool full = i < partial;
     const int64_t start = layout.q_tile[i] * tile;
     const int32_t mark = layout.q_mark[i];
-    Block block = {{}, {}, start, min64(tile, call.K - start), nullptr, {}};
+    Block block = {{}, {}, start, min64(tile, call.K - start), nullptr, {}, 1.0f};
     if (!full) block.bits = layout.patterns_t + mark * tile * (tile / 32);
     // Full tiles side by side are one block, if they have one depth.
     for (i++; full && i < partial && block.count < BLOCK &&
               layout.q_tile[i] * tile == start + block.count && (!M::LEVELS || layout.q_mark[i] == mark);
          i++)
       block.count += tile;
-    const int64_t D = M::LEVELS ? find_depths(call, full, mark, first, n, block, blocks) : call.D;
+    const bool linear = !M::MORE && !score.capped;
+    const int64_t D = M::LEVELS ? find_depths(call, full, mark, first, n, linear, block, blocks) : call.D;
     block.keys = rows_as_float(call.k, b, key_head, start, block.count, D, D, buffer.keys);
     block.values = rows_as_float(call.v, b, key_head, start, block.count, call.E, call.E, buffer.values);
     for (int64_t p = 0; p < panels; p++) {

@@ -19,6 +19,7 @@ from attnbias.benchmarks import (
     attention,
     cases,
     catalog,
+    levels,
     libraries,
     page,
     peers,
@@ -378,6 +379,20 @@ def test_the_gate_of_the_sweep_finds_what_is_slower(monkeypatch):
         found = list(sweep_gate.lines(1))
         assert [held for _, held in found] == want
         assert all(len(cells) == 7 for cells, _ in found)
+
+
+def test_the_gate_of_levels_judges_each_score(monkeypatch):
+    """Four limits and a floor; the formula has the same results, or nothing would be timed."""
+    monkeypatch.setattr(levels, "TOKENS", 128)
+    monkeypatch.setattr(levels, "FORMULA_TOKENS", 128)
+    monkeypatch.setattr(levels, "over_plain", lambda *_, backward: timing.Spread(0.7, 0.7, 0.7))
+    found = list(levels.lines(1))
+    assert [held for _, held in found[:4]] == [True, False, True, True]
+    assert [cells[-1] for cells, _ in found[:2]] == ["ok", "above limit"]
+    assert found[4][0][2] == "formula" and found[4][0][3] == "10"
+    monkeypatch.setattr(levels, "by_formula", lambda q, k, v, ranks: v)
+    with pytest.raises(AssertionError, match="not close"):
+        levels.over_formula(cases.causal(128), (8,) * 8, 1)
 
 
 def test_verdicts_name_what_is_slower():

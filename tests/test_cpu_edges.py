@@ -258,6 +258,19 @@ def test_the_order_in_memory_does_not_matter(shape: tuple[int, ...]) -> None:
         )
 
 
+@pytest.mark.parametrize("near", [False, True], ids=["far", "near"])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 900, 9000, 64, 64), (1, 8, 8, 5000, 5000, 16, 16)], ids=str)
+def test_keys_that_no_cache_holds(shape: tuple[int, ...], near: bool) -> None:
+    """More than 4 MB of keys and values: those of each edge are fetched, or those at the diagonal."""
+    Q, K = shape[3:5]
+    layout = graph(7, Q, K, 9000)
+    if near:
+        row = torch.arange(Q - 3).repeat_interleave(3)
+        index = torch.stack((row + torch.arange(3).repeat(Q - 3), row))
+        layout = ab.Layout.build(ab.Graph(index, size=(K, Q)), Q, K, form="edges")
+    check(Case.draw(0, shape, order="BLHD"), layout, Options(0.2))
+
+
 def test_large_scores() -> None:
     """Scores far below or above 0 neither vanish nor overflow."""
     for shape in ((1, 2, 2, 30, 30, 32, 8), (1, 8, 8, 30, 30, 16, 16)):
