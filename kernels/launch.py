@@ -139,7 +139,7 @@ def _spec(
         precision=precision(first.dtype),
         # Partial tiles hold more at once; the slots for the gradients of terms are of whole tiles.
         mixed=walked_rows
-        if present["has_terms"]
+        if present.get("has_terms")
         else max(walked_rows // (2 if which == "forward" else 4), 16),
         **present,
     )
