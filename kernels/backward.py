@@ -17,7 +17,19 @@ from .bias import PLAIN, Diagonals, Extras, add_terms, keep_tile, store_diagonal
 from .config import Spec, Target
 from .launch import Lists, Numbers, Walked, launch
 from .levels import PLAIN as NO_LEVELS
-from .levels import Levels, add_levels, class_bounds, load_own, score_levels, store_chunks, zero_chunks
+from .levels import (
+    Levels,
+    add_full,
+    add_mixed,
+    class_bounds,
+    factors,
+    load_own,
+    multiply_shares,
+    score_full,
+    score_mixed,
+    store_chunks,
+    zero_chunks,
+)
 from .row_sums import PADDING
 from .tile import (
     NUMBERS,
@@ -63,12 +75,15 @@ def _walk_keys(
     line,
     q_len,
     levels,
+    own,
+    prefix,
+    share,
     LOOP: tl.constexpr,
     SPEC: tl.constexpr,
 ):
     """Add the key tiles of one class, full or partial, to dq of a query tile."""
     MASKED: tl.constexpr = LOOP[3]
-    COLS: tl.constexpr = SPEC.cols
+    COLS: tl.constexpr = SPEC.mixed if SPEC.has_levels and MASKED else SPEC.cols
     STEPS: tl.constexpr = SPEC.tile // COLS
     rows, cols = tl.arange(0, SPEC.rows), tl.arange(0, COLS)
     j = walk(tiles, begin, STEPS)
@@ -77,14 +92,17 @@ def _walk_keys(
             following = walk(tiles, t + 1, STEPS)
         else:
             j = walk(tiles, t, STEPS)
-        if not SPEC.has_levels:  # before v: ptxas keeps the order of the loads
+        # k before v: ptxas keeps the order of the loads.
+        if SPEC.has_levels:
+            walked = K, j * COLS, k_row, cols, k_len
+            if MASKED:
+                s, depths = score_mixed(own, walked, (first + levels[1], j * COLS), levels, inner, SPEC)
+            else:
+                s, k = score_full(q, *walked, prefix, inner, LOOP, SPEC)
+        else:
             k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
         v = fetch(V, b, h, j, v_row, cols, k_len, COLS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
-        if SPEC.has_levels:
-            at = j * COLS, k_row, cols, k_len
-            pairs = levels, (first + levels[1] + rows)[:, None], (j * COLS + cols)[None, :]
-            s, share, k = score_levels(q, K, *at, marks + t // STEPS, *pairs, inner, LOOP, SPEC)
-        else:
+        if not SPEC.has_levels:
             s = score(q, k, inner, SPEC)
         x = s * c
         if SPEC.has_terms:
@@ -96,15 +114,24 @@ def _walk_keys(
         dp = tl.dot(grad, v.T, input_precision=SPEC.precision)
         if SPEC.has_dropout:
             dp = tl.where(keep_tile(drop, b, head, first + rows, j * COLS, COLS), dp * drop[3], 0.0)
-        ds = p * (dp - delta[:, None])
+        if SPEC.per_pair and not MASKED and not SPEC.has_terms:  # whose gradients are not multiplied by share
+            ds = p * (dp * share - (delta * share)[:, None])
+        else:
+            ds = p * (dp - delta[:, None])
         if d_terms[0] is not None:
             store_pairs(ds, d_terms[0], line, row, col, q_len, k_len)
         if d_terms[1] is not None:
             store_diagonals(ds, d_terms[1], line, t, first // SPEC.rows, j, q_len, SPEC)
         if SPEC.is_capped:
             ds = ds * (1.0 - s * s)
-        if SPEC.has_levels:
-            dq = add_levels(dq, ds, share, k, K, *at, *pairs, LOOP, SPEC)
+        if SPEC.per_pair and MASKED:
+            ds = multiply_shares(ds, own, walked, (first + levels[1], j * COLS), depths, levels)
+        elif SPEC.per_pair and SPEC.has_terms:
+            ds = ds * share
+        if SPEC.has_levels and MASKED:
+            dq = add_mixed(dq, ds, own, walked, (first + levels[1], j * COLS), depths, levels, SPEC)
+        elif SPEC.has_levels:
+            dq = add_full(dq, ds, k, LOOP, SPEC)
         else:
             ds = ds.to(k.dtype)
             if MASKED and SPEC.half:
@@ -185,47 +212,47 @@ def backward_query_kernel(
     patterns += (i % (SPEC.tile // ROWS)) * (ROWS * SPEC.tile // 32)
     drop = (tl.load(SEED), drop_above, q_start, regrow) if SPEC.has_dropout else None
     dq = zero_chunks(ROWS, SPEC) if SPEC.has_levels else tl.zeros([ROWS, D_COLUMNS], tl.float32)
-    for PART in tl.static_range(len(SPEC.loops)):
-        if SPEC.has_levels:
-            low, high = class_bounds(
-                *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len),
-                STEPS,
+    sides = q, grad, lse2, delta, K, V, b, kh, tiles, marks, patterns
+    if SPEC.has_levels:
+        own = head_of(Q, b, h, q_strides), i * ROWS, q_strides[2], rows, q_len
+        for PART in tl.static_range(len(SPEC.loops)):
+            for depth in tl.range(SPEC.loops[PART][1], SPEC.loops[PART][2]):
+                low, high = class_bounds(
+                    *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len),
+                    depth,
+                    SPEC.loops[PART],
+                    SPEC.cols,
+                    SPEC,
+                )
+                part, by, within, prefix = factors(LEVELS, depth, c, inner, SPEC.loops[PART], SPEC)
+                dq = _walk_keys(
+                    dq,
+                    *sides,
+                    *(low, high, k_row, v_row, k_len, by, within, h, i * ROWS),
+                    drop,
+                    TERMS,
+                    D_TERMS,
+                    *(b * heads + h, q_len, LEVELS, own, prefix, part),
+                    SPEC.loops[PART],
+                    SPEC,
+                )
+    else:
+        for PART in tl.static_range(len(SPEC.loops)):
+            low, high = middle if PART else begin, end if PART else middle
+            dq = _walk_keys(
+                dq,
+                *sides,
+                *(low, high, k_row, v_row, k_len, c, inner, h, i * ROWS),
+                drop,
+                TERMS,
+                D_TERMS,
+                *(b * heads + h, q_len),
+                LEVELS,
+                None,
+                *(0, 1.0),
                 SPEC.loops[PART],
                 SPEC,
             )
-        else:
-            low, high = middle if PART else begin, end if PART else middle
-        dq = _walk_keys(
-            dq,
-            q,
-            grad,
-            lse2,
-            delta,
-            K,
-            V,
-            b,
-            kh,
-            tiles,
-            marks,
-            patterns,
-            low,
-            high,
-            k_row,
-            v_row,
-            k_len,
-            c,
-            inner,
-            h,
-            i * ROWS,
-            drop,
-            TERMS,
-            D_TERMS,
-            b * heads + h,
-            q_len,
-            LEVELS,
-            SPEC.loops[PART],
-            SPEC,
-        )
     base = head_of(DQ, b, h, dq_strides)
     if SPEC.has_levels:
         store_chunks(base, i * ROWS, dq_strides[2], rows, q_len, dq, scale, SPEC)

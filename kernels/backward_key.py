@@ -10,7 +10,19 @@ from .bias import PLAIN, Extras, add_terms, keep_tile
 from .config import Target
 from .launch import Lists, Numbers, Walked, launch
 from .levels import PLAIN as NO_LEVELS
-from .levels import Levels, add_levels, class_bounds, load_own, score_levels, store_chunks, zero_chunks
+from .levels import (
+    Levels,
+    add_full,
+    add_mixed,
+    class_bounds,
+    factors,
+    load_own,
+    multiply_shares,
+    score_full,
+    score_mixed,
+    store_chunks,
+    zero_chunks,
+)
 from .row_sums import PADDING
 from .tile import (
     NUMBERS,
@@ -54,12 +66,15 @@ def _walk_queries(
     terms,
     k_len,
     levels,
+    own,
+    prefix,
+    share,
     LOOP: tl.constexpr,
     SPEC: tl.constexpr,
 ):
     """Add the query tiles of one class, full or partial, to dk and dv of a key tile."""
     MASKED: tl.constexpr = LOOP[3]
-    ROWS: tl.constexpr = SPEC.rows
+    ROWS: tl.constexpr = SPEC.mixed if SPEC.has_levels and MASKED else SPEC.rows
     STEPS: tl.constexpr = SPEC.tile // ROWS
     rows, cols = tl.arange(0, ROWS), tl.arange(0, SPEC.cols)
     j = walk(tiles, begin, STEPS)
@@ -68,16 +83,18 @@ def _walk_queries(
             following = walk(tiles, t + 1, STEPS)
         else:
             j = walk(tiles, t, STEPS)
-        if not SPEC.has_levels:
+        # s is [cols, rows]: transposed, as the patterns are. Levels come first: their loops hold less then.
+        if SPEC.has_levels:
+            walked = Q, j * ROWS, q_row, rows, q_len
+            if MASKED:
+                s, depths = score_mixed(own, walked, (first, j * ROWS + levels[1]), levels, inner, SPEC)
+            else:
+                s, q = score_full(k, *walked, prefix, inner, LOOP, SPEC)
+        else:
             q = fetch(Q, b, h, j, q_row, rows, q_len, ROWS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
         grad = fetch(GRAD_OUT, b, h, j, grad_row, rows, q_len, ROWS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
         lse2, delta = tl.load(LSE2 + j * ROWS + rows), tl.load(DELTA + j * ROWS + rows)
-        # [cols, rows]: transposed, as the patterns are.
-        if SPEC.has_levels:
-            at = j * ROWS, q_row, rows, q_len
-            pairs = levels, (j * ROWS + levels[1] + rows)[None, :], (first + cols)[:, None]
-            s, share, q = score_levels(k, Q, *at, marks + t // STEPS, *pairs, inner, LOOP, SPEC)
-        else:
+        if not SPEC.has_levels:
             s = score(k, q, inner, SPEC)
         x = s * c
         if SPEC.has_terms:
@@ -95,13 +112,22 @@ def _walk_queries(
             dp = tl.dot(v, grad.T, input_precision=SPEC.precision)
             if SPEC.has_dropout:
                 dp = tl.where(kept, dp * drop[3], 0.0)
-            ds = p * (dp - delta[None, :])
+            if SPEC.per_pair and not MASKED and not SPEC.has_terms:
+                ds = p * (dp * share - (delta * share)[None, :])
+            else:
+                ds = p * (dp - delta[None, :])
             if SPEC.needs_key_bias:
                 d_key_bias += tl.sum(ds, 1)
             if SPEC.is_capped:
                 ds = ds * (1.0 - s * s)
-            if SPEC.needs_k and SPEC.has_levels:
-                dk = add_levels(dk, ds, share, q, Q, *at, *pairs, LOOP, SPEC)
+            if SPEC.per_pair and MASKED:
+                ds = multiply_shares(ds, own, walked, (first, j * ROWS + levels[1]), depths, levels)
+            elif SPEC.per_pair and SPEC.has_terms:
+                ds = ds * share
+            if SPEC.needs_k and SPEC.has_levels and MASKED:
+                dk = add_mixed(dk, ds, own, walked, (first, j * ROWS + levels[1]), depths, levels, SPEC)
+            elif SPEC.needs_k and SPEC.has_levels:
+                dk = add_full(dk, ds, q, LOOP, SPEC)
             elif SPEC.needs_k:
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=SPEC.precision)
         if SPEC.ahead:
@@ -166,6 +192,7 @@ def backward_key_kernel(
     cols = tl.arange(0, COLS)
     k = head_of(K, b, kh, k_strides)
     if SPEC.has_levels:
+        own = k, i * COLS, k_strides[2], cols, k_len
         k = load_own(k, i * COLS, k_strides[2], cols, k_len, SPEC)
     else:
         k = load_rows(k, i * COLS, k_strides[2], cols, k_len, SPEC.d, D_COLUMNS, True, SPEC)
@@ -187,46 +214,48 @@ def backward_key_kernel(
             )
         at = (b * (key_heads * share) + h).to(tl.int64) * (tl.cdiv(q_len, PADDING) * PADDING)
         d_key_bias = tl.zeros([COLS], tl.float32)
-        for PART in tl.static_range(len(SPEC.loops)):
-            if SPEC.has_levels:
-                low, high = class_bounds(
-                    *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * COLS < k_len),
-                    STEPS,
+        queries = Q if SPEC.tma else head_of(Q, b, h, q_strides)
+        grads = GRAD_OUT if SPEC.tma else head_of(GRAD_OUT, b, h, grad_strides)
+        sides = k, v, queries, grads, LSE2 + at, DELTA + at, b, h, tiles, marks, patterns
+        if SPEC.has_levels:
+            for PART in tl.static_range(len(SPEC.loops)):
+                for depth in tl.range(SPEC.loops[PART][1], SPEC.loops[PART][2]):
+                    low, high = class_bounds(
+                        *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * COLS < k_len),
+                        depth,
+                        SPEC.loops[PART],
+                        SPEC.rows,
+                        SPEC,
+                    )
+                    part, by, within, prefix = factors(LEVELS, depth, c, inner, SPEC.loops[PART], SPEC)
+                    dk, dv, d_key_bias = _walk_queries(
+                        *(dk, dv),
+                        *sides,
+                        *(low, high, q_row, grad_row, q_len, by, within, i * COLS),
+                        drop,
+                        d_key_bias,
+                        TERMS,
+                        *(k_len, LEVELS, own, prefix, part),
+                        SPEC.loops[PART],
+                        SPEC,
+                    )
+        else:
+            for PART in tl.static_range(len(SPEC.loops)):
+                low, high = middle if PART else begin, end if PART else middle
+                dk, dv, d_key_bias = _walk_queries(
+                    *(dk, dv),
+                    *sides,
+                    *(low, high, q_row, grad_row, q_len, c, inner, i * COLS),
+                    drop,
+                    d_key_bias,
+                    TERMS,
+                    k_len,
+                    LEVELS,
+                    None,
+                    *(0, 1.0),
                     SPEC.loops[PART],
                     SPEC,
                 )
-            else:
-                low, high = middle if PART else begin, end if PART else middle
-            dk, dv, d_key_bias = _walk_queries(
-                dk,
-                dv,
-                k,
-                v,
-                Q if SPEC.tma else head_of(Q, b, h, q_strides),
-                GRAD_OUT if SPEC.tma else head_of(GRAD_OUT, b, h, grad_strides),
-                LSE2 + at,
-                DELTA + at,
-                b,
-                h,
-                tiles,
-                marks,
-                patterns,
-                low,
-                high,
-                q_row,
-                grad_row,
-                q_len,
-                c,
-                inner,
-                i * COLS,
-                drop,
-                d_key_bias,
-                TERMS,
-                k_len,
-                LEVELS,
-                SPEC.loops[PART],
-                SPEC,
-            )
         if SPEC.needs_key_bias:
             at = (b * (key_heads * share) + h).to(tl.int64) * k_len + i * COLS + cols
             tl.store(D_KEY_BIAS + at, d_key_bias, mask=i * COLS + cols < k_len)

@@ -155,7 +155,7 @@ class Diagonals:
         self.blocks = (self.before + keys + self.width) // self.block  # of one head
         device, starts = lists.ptr.device, lists.ptr[:, 0, 0].long()  # [G]
         group = lists.group.expand(batch, heads).reshape(-1).long()
-        count = (lists.ptr[:, -1, 2].long() - starts)[group]
+        count = (lists.ptr[:, -1, -1].long() - starts)[group]
         self.first = count.cumsum(0) - count - starts[group]  # [B * H]
         one = lists.ptr.shape[0] == 1
         # Several groups differ in their numbers of tiles: this waits for the device.

@@ -115,10 +115,10 @@ class Spec(NamedTuple):
     needs_v: bool = False
     needs_key_bias: bool = False
     has_levels: bool = False  # a multi-level score, see levels.py
-    prefixes: tuple[int, ...] = ()
+    depths: int = 0  # how many levels there are
     per_pair: bool = False  # divide by the number of levels that a pair shares
-    chunks: tuple[tuple[int, int], ...] = ()
-    pieces: tuple[Any, ...] = ()
+    mixed: int = 0  # rows of the side that is walked in a partial tile
+    chunks: tuple[Any, ...] = ()
     loops: tuple[Any, ...] = ((0, 0, 0, False), (0, 0, 0, True))  # full tiles, partial tiles
 
 
@@ -160,6 +160,12 @@ _SINCE_3_9 = {
     (80, 128, 128): ("128x32 w4 s3 F", "64x64 w4 s2 N H F", "64x128 w8 s2 N F"),
     (100, 128, 128): ("128x128 w4 s2 T A P", "128x64 w4 s2 T N A", "64x128 w4 s2 T N A"),
 }
+# The same for multi-level scores, where the above spills or does not fit.
+_LEVELS: dict[tuple[int, int, int], dict[str, str]] = {
+    (80, 64, 128): {"backward_key": "32x64 w4 s3"},
+    (100, 64, 128): {"forward": "128x64 w4 s3 N A P E2", "backward_key": "64x128 w8 s2 N A"},
+}
+_LEVELS_SINCE_3_9 = {**_LEVELS, (90, 64, 128): {"backward_query": "64x64 w4 s3 N"}}
 _SMALL = (86, 89, 120)  # architectures with 99 KB of shared memory
 # (architecture, head size) for float32, in three TF32 products each; the same for both list tiles.
 _FLOAT = {
@@ -177,12 +183,12 @@ _PASSES: tuple[Pass, ...] = ("forward", "backward_query", "backward_key")
 
 @functools.cache
 def candidates(
-    target: Target, which: Pass, dtype: torch.dtype, d: int, e: int, tile: int
+    target: Target, which: Pass, dtype: torch.dtype, d: int, e: int, tile: int, has_levels: bool = False
 ) -> tuple[Config, ...]:
     """Return the configuration of a pass, then smaller ones, should a device not have room for it.
 
     A newer architecture takes what the nearest known one before it takes; what ``tune`` has measured
-    goes before all.
+    goes before all, but for multi-level scores, of which it measures none.
 
     Args:
         target: what is compiled for.
@@ -191,6 +197,7 @@ def candidates(
         d: head size.
         e: value size.
         tile: list tile, 64 or 128.
+        has_levels: for a multi-level score.
     """
     size = 64 if max(d, e) <= 64 else 128 if max(d, e) <= 128 else 256
     arch = max(known for known, *_ in _HALF if known <= target.arch)
@@ -199,7 +206,14 @@ def candidates(
     else:
         by_version = _SINCE_3_9 if target.triton >= (3, 9) else {}
         texts = by_version.get((arch, size, tile), _HALF[arch, size, tile])
-    first = tuned().get(key_of(target, which, dtype, d, e, tile)) or Config.parse(texts[_PASSES.index(which)])
+    text = texts[_PASSES.index(which)]
+    if not has_levels:
+        first = tuned().get(key_of(target, which, dtype, d, e, tile)) or Config.parse(text)
+    elif dtype == torch.float32:
+        first = Config.parse(text)
+    else:
+        by_pass = (_LEVELS_SINCE_3_9 if target.triton >= (3, 9) else _LEVELS).get((arch, size, tile), {})
+        first = Config.parse(by_pass.get(which, text))
     if target.is_interpreted:  # no inline PTX there
         first = replace(first, packed=False, half=False)
     if dtype != torch.bfloat16:  # whose rounding hides the polynomial's

@@ -10,7 +10,7 @@ from .bias import PLAIN, Extras, add_terms, keep_tile
 from .config import Target
 from .launch import Lists, Numbers, Walked, launch
 from .levels import PLAIN as NO_LEVELS
-from .levels import Levels, class_bounds, load_own, score_levels
+from .levels import Levels, class_bounds, factors, load_own, score_full, score_mixed
 from .tile import (
     LN2,
     LOG2E,
@@ -42,7 +42,7 @@ def _accumulate(acc, m, total, s, v, cols, c, drop, b, h, rows, first, SPEC: tl.
     if SPEC.packed:
         factor = tl.full([1, 1], 0.0, tl.float32) + c
         p = exp2(fma_pairs(s, factor, tl.broadcast_to((0.0 - top * c)[:, None], s.shape)), cols, SPEC.by_fma)
-        halves = tl.permute(tl.reshape(p, [SPEC.rows, 2, SPEC.cols // 2]), [0, 2, 1])
+        halves = tl.permute(tl.reshape(p, [SPEC.rows, 2, p.shape[1] // 2]), [0, 2, 1])
         left, right = tl.split(halves)
         total = total * shrink + tl.sum(add_pairs(left, right), 1)
         acc = multiply_pairs(acc, tl.broadcast_to(shrink[:, None], acc.shape))
@@ -51,7 +51,7 @@ def _accumulate(acc, m, total, s, v, cols, c, drop, b, h, rows, first, SPEC: tl.
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
     if SPEC.has_dropout:
-        p = tl.where(keep_tile(drop, b, h, rows, first, SPEC.cols), p, 0.0)
+        p = tl.where(keep_tile(drop, b, h, rows, first, p.shape[1]), p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=SPEC.precision)
     return acc, top, total
 
@@ -82,12 +82,14 @@ def _walk_keys(
     terms,
     q_len,
     levels,
+    own,
+    prefix,
     LOOP: tl.constexpr,
     SPEC: tl.constexpr,
 ):
     """Add the key tiles of one class, full or partial, to the softmax of a query tile."""
     MASKED: tl.constexpr = LOOP[3]
-    COLS: tl.constexpr = SPEC.cols
+    COLS: tl.constexpr = SPEC.mixed if SPEC.has_levels and MASKED else SPEC.cols
     STEPS: tl.constexpr = SPEC.tile // COLS
     rows, cols = tl.arange(0, SPEC.rows), tl.arange(0, COLS)
     j = walk(tiles, begin, STEPS)
@@ -96,10 +98,11 @@ def _walk_keys(
             following = walk(tiles, t + 1, STEPS)
         else:
             j = walk(tiles, t, STEPS)
-        if SPEC.has_levels:
-            at = j * COLS, k_row, cols, k_len
-            pairs = levels, (first + levels[1] + rows)[:, None], (j * COLS + cols)[None, :]
-            s, _, _ = score_levels(q, K, *at, marks + t // STEPS, *pairs, inner, LOOP, SPEC)
+        if SPEC.has_levels and MASKED:
+            walked = K, j * COLS, k_row, cols, k_len
+            s, _ = score_mixed(own, walked, (first + levels[1], j * COLS), levels, inner, SPEC)
+        elif SPEC.has_levels:
+            s, _ = score_full(q, K, j * COLS, k_row, cols, k_len, prefix, inner, LOOP, SPEC)
         else:
             k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
             s = score(q, k, inner, SPEC)
@@ -186,46 +189,50 @@ def forward_kernel(
     m = tl.full([ROWS], 0.0, tl.float32) + start
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, E_COLUMNS], tl.float32)
-    for PART in tl.static_range(len(SPEC.loops)):
-        if SPEC.has_levels:
-            low, high = class_bounds(
-                *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len),
-                STEPS,
+    sides = K, V, b, kh, tiles, marks, patterns
+    if SPEC.has_levels:
+        own = head_of(Q, b, h, q_strides), i * ROWS, q_strides[2], rows, q_len
+        m = m if SPEC.has_terms else m * c
+        for PART in tl.static_range(len(SPEC.loops)):
+            for depth in tl.range(SPEC.loops[PART][1], SPEC.loops[PART][2]):
+                low, high = class_bounds(
+                    *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len),
+                    depth,
+                    SPEC.loops[PART],
+                    SPEC.cols,
+                    SPEC,
+                )
+                _, by, within, prefix = factors(LEVELS, depth, c, inner, SPEC.loops[PART], SPEC)
+                unit = 1.0 if SPEC.has_terms else by
+                acc, m, total = _walk_keys(
+                    *(acc, m / unit, total, q),
+                    *sides,
+                    *(low, high, k_row, v_row, k_len, by, within, h, i * ROWS),
+                    drop,
+                    TERMS,
+                    *(q_len, LEVELS, own, prefix),
+                    SPEC.loops[PART],
+                    SPEC,
+                )
+                m = m * unit
+    else:
+        for PART in tl.static_range(len(SPEC.loops)):
+            low, high = middle if PART else begin, end if PART else middle
+            acc, m, total = _walk_keys(
+                *(acc, m, total, q),
+                *sides,
+                *(low, high, k_row, v_row, k_len, c, inner, h, i * ROWS),
+                drop,
+                TERMS,
+                q_len,
+                LEVELS,
+                None,
+                0,
                 SPEC.loops[PART],
                 SPEC,
             )
-        else:
-            low, high = middle if PART else begin, end if PART else middle
-        acc, m, total = _walk_keys(
-            acc,
-            m,
-            total,
-            q,
-            K,
-            V,
-            b,
-            kh,
-            tiles,
-            marks,
-            patterns,
-            low,
-            high,
-            k_row,
-            v_row,
-            k_len,
-            c,
-            inner,
-            h,
-            i * ROWS,
-            drop,
-            TERMS,
-            q_len,
-            LEVELS,
-            SPEC.loops[PART],
-            SPEC,
-        )
-    if not SPEC.has_terms:
-        m = m * c
+        if not SPEC.has_terms:
+            m = m * c
     shrink = tl.full([ROWS], 1.0, tl.float32)
     if SPEC.has_sink:
         sink = tl.load(SINK + h) * LOG2E

@@ -88,13 +88,13 @@ def launch(
         present: fields of Spec that say what a call has.
     """
     first, second = walked.first, walked.second
-    choices = candidates(target, which, first.dtype, first.shape[3], second.shape[3], lists.size)
     sizes = first.shape[3], second.shape[3], lists.size
+    choices = candidates(target, which, first.dtype, *sizes, "has_levels" in present)
     key = which, target, first.dtype, first.device, *sizes, *present.values()
     for i in range(_fitting.get(key, 0), len(choices)):
         config = choices[i]
         own, other = (config.cols, config.rows) if which == "backward_key" else (config.rows, config.cols)
-        spec = _spec(config, target, lists.size, walked, present)
+        spec = _spec(config, which, target, lists.size, walked, present)
         both = (_describe(first, other), _describe(second, other)) if spec.tma else (first, second)
         programs = heads * lists.ptr.shape[1] * (lists.size // own)
         options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
@@ -111,9 +111,12 @@ def launch(
 _fitting: dict[tuple[Any, ...], int] = {}  # place of the configuration that fits
 
 
-def _spec(config: Config, target: Target, tile: int, walked: Walked, present: dict[str, Any]) -> Spec:
+def _spec(
+    config: Config, which: Pass, target: Target, tile: int, walked: Walked, present: dict[str, Any]
+) -> Spec:
     first, second = walked.first, walked.second
     d, e = first.shape[3], second.shape[3]
+    walked_rows = config.rows if which == "backward_key" else config.cols
     return Spec(
         d=d,
         d_columns=columns(d),
@@ -134,6 +137,10 @@ def _spec(config: Config, target: Target, tile: int, walked: Walked, present: di
         shift=0 if 100 <= target.arch < 120 else 6,  # a thread of tcgen05 owns a row, not column pairs
         ptx=not target.is_interpreted,
         precision=precision(first.dtype),
+        # Partial tiles hold more at once; the slots for the gradients of terms are of whole tiles.
+        mixed=walked_rows
+        if present.get("has_terms")
+        else max(walked_rows // (2 if which == "forward" else 4), 16),
         **present,
     )
 

@@ -10,11 +10,12 @@ import torch
 from interpreter import interpreted, not_interpreted, run_interpreted
 
 import attnbias as ab
-from attnbias.problem import Call
 from attnbias.testing import make_inputs
 
 pytest.importorskip("triton")
-from attnbias.kernels.levels import Levels, cut, loops
+from attnbias.benchmarks.static import levels as static
+from attnbias.benchmarks.static.figures import read
+from attnbias.kernels.levels import Levels, plan, table
 
 SCORES = {
     "halving": ab.MultiLevel([5, 4, 3, 2, 1, 1]),
@@ -69,6 +70,24 @@ def test_scale_softcap_terms_and_sink(scale):
 
 
 @interpreted
+def test_gradients_of_relative_terms():
+    """Slots for sums of diagonals are counted by the ends of lists, which have a class for each depth."""
+    q, k, v = make_inputs(1, 1, 3, 1, 150, 200, 16, 16)
+    grads = []
+    for backend in ("triton", "reference"):
+        slopes = torch.linspace(0.1, 0.9, 3, requires_grad=True)
+        out = ab.attention(
+            *(q, k, v, ab.Causal()),
+            score=ab.MultiLevel([8, 4, 4], widths=[None, 64, 16]),
+            terms=[ab.ALiBi(slopes)],
+            q_start="end",
+            backend=backend,
+        )
+        grads += torch.autograd.grad(out.pow(2).sum(), slopes)
+    torch.testing.assert_close(*grads)
+
+
+@interpreted
 def test_half_precision_and_dropout():
     q, k, v = make_inputs(1, 1, 2, 1, 100, 100, 16, 16, torch.float16)
     for dropout_p in (0.0, 0.3):
@@ -94,45 +113,97 @@ def test_dims_of_deeper_levels_are_not_read():
 
 @not_interpreted
 def test_loops():
-    """Prefixes by the chunks that they need: multiples of 16 lose nothing; at most 4 loops at D = 64."""
-    assert cut(7) == ((0, 16),) and cut(256) == ((0, 16), (16, 16), (32, 32), (64, 64), (128, 128))
-    for ranks in ([16] * 4, [8] * 8, [32, 8, 6, 4, 4, 4, 4, 2], [64], [1] * 64):
+    """Prefixes by the chunks that they need: multiples of 16 lose nothing; at most 4 loops of full tiles."""
+    for ranks in ([16] * 4, [8] * 8, [32, 8, 6, 4, 4, 4, 4, 2], [64], [1] * 64, [16] * 16, [5, 200], [40]):
         prefixes = tuple(torch.tensor(ranks).cumsum(0).tolist())
-        found = loops(prefixes, cut(64))
-        assert len(found) <= 4
-        assert [loop.first for loop in found] == [0, *(loop.stop for loop in found[:-1])]
-        assert found[-1].is_partial and found[-1].stop == len(ranks) + 2
+        for shares_first in (False, True):
+            chunks, loops = plan(prefixes, shares_first)
+            assert [chunk.first for chunk in chunks] == [0, *(x.first + x.columns for x in chunks[:-1])]
+            assert all(x.columns >= 16 and x.columns & (x.columns - 1) == 0 for x in chunks)
+            assert len(loops) <= 5 and loops[-1][2:4] == (len(ranks) + 2, True)
+            assert [loop.first for loop in loops] == [int(shares_first), *(x.stop for x in loops[:-1])]
+            for loop in loops[:-1]:
+                ends = [x.first + x.columns for x in chunks[: loop.chunks]]
+                assert ends[-1] >= prefixes[loop.stop - 2]
+                least = (0, *prefixes)[loop.first]
+                assert all(
+                    (min(end, prefixes[-1]) <= least) == (i < loop.whole) for i, end in enumerate(ends)
+                )
+    _, loops = plan((16, 32, 48, 64), True)
+    assert [loop.chunks for loop in loops] == [1, 2, 3, 4, 4] and all(x.whole == x.chunks for x in loops[:-1])
     assert Levels().present == {} and Levels(None, 0, (16,), True).present["has_levels"]
 
 
-@pytest.mark.slow
 @not_interpreted
-@pytest.mark.parametrize("cc", [80, 90, 100, 120])
-def test_tensor_work_falls_with_the_prefix(cc):
-    """Static: each loop multiplies its prefix's chunks alone; at full depth as much as plain attention."""
-    from attnbias.backends import triton
-    from attnbias.benchmarks.static.ours import recording
-    from attnbias.benchmarks.static.sass import analyse
+@pytest.mark.parametrize("width", [1, 2, 3, 21, 63, 128, 1000, 2**20 + 1, 2**30 - 1, 2**31 - 1, 0])
+@pytest.mark.parametrize("q_start", [0, -300])
+def test_blocks_by_a_product(width, q_start):
+    """Kernels divide by the factor and shift in the table: to the bit, for every position."""
+    before, factor, shift, *_ = table([width], [16], q_start, torch.device("cpu"))[1].tolist()
+    for first in (q_start, 0, 5 * width - 150, 10**9):
+        position = torch.arange(max(first, q_start), max(first, q_start) + 300).clamp(max=2**30 - 1)
+        found = [(2 * at + before) % 2**32 * (factor % 2**32) >> 32 >> shift for at in position.tolist()]
+        wanted = [at // width - q_start // width if width else 0 for at in position.tolist()]
+        assert found == wanted
 
-    work = {}
-    for score in (None, ab.MultiLevel([16] * 4)):
-        layout = ab.Layout.build(ab.Causal(), 512, 512, tile=128, form="tiles", score=score)
-        q, k, v, grad = torch.zeros(4, 2, 2, 512, 64, dtype=torch.bfloat16)
-        call = Call(q, k, v, layout, (), None, None, 0.125, 0.0, 0.0, f"levels={score.key}")
-        with recording(cc) as launched:
-            out, lse = triton.forward(call)
-            triton.backward(call, out, lse, grad, None, [True, True, True, False])
-        for kernel in launched:
-            if kernel.name != "delta_kernel":
-                found = sorted(loop.flops for loop in analyse(kernel).loops)
-                work[kernel.name, score is not None] = found
-    for name, products in (
-        ("forward_kernel", (1, 1)),
-        ("backward_query_kernel", (2, 1)),
-        ("backward_key_kernel", (2, 2)),
-    ):
-        plain, levels = work[name, False], work[name, True]
-        by_dims, by_values = products
-        whole = plain[0] / (by_dims + by_values) / 64
-        wanted = [whole * (by_dims * dims + by_values * 64) for dims in (16, 32, 64)]
-        assert levels[:3] == wanted, (name, plain, levels)
+
+@not_interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("cc", static.CAPABILITIES)
+def test_tensor_work_falls_with_the_prefix(cc):
+    """Static: each loop multiplies its prefix's chunks alone, and no kernel spills what plain does not."""
+    found = static.figures(cc)
+    assert [(x.which, x.prefix) for x in found] == [
+        (which, prefix) for which in static.PRODUCTS for prefix in static.PREFIXES
+    ]
+    assert static.broken_floors(found) == []
+
+
+COUNTED = static.Figures(
+    80,
+    "forward",
+    16,
+    "128x64 w4 s3",
+    2264,
+    320,
+    0.25,
+    255,
+    2,
+    0,
+    0,
+    plain_instructions=2564,
+    plain_inside=0,
+    plain_spills=0,
+)
+
+
+@not_interpreted
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"score": 0.5}, "0.500 of plain's tensor work for scores, not 0.25"),
+        ({"inside": 1}, "1 spills in the loop, plain 0"),
+        ({"spills": 2}, "2 spills in the kernel, plain 0"),
+        ({"instructions": 2400}, "2400 instructions, 2400 with the prefix 32"),
+        ({"tensor": 400}, "400 instructions on tensor cores, 384 with the prefix 32"),
+    ],
+)
+def test_a_static_floor_breaks(changed, words):
+    deeper = COUNTED._replace(prefix=32, score=0.5, instructions=2400, tensor=384)
+    another = COUNTED._replace(which="backward_query")
+    assert static.broken_floors([COUNTED, deeper, another]) == []
+    assert static.broken_floors([COUNTED._replace(**changed), deeper]) == [
+        f"sm_80 D=64 levels forward 16: {words}"
+    ]
+
+
+@not_interpreted
+def test_static_figures_are_shown_and_stored(capsys):
+    """Stored for every prefix on every architecture, and better than what the floors ask."""
+    rows = read("attnbias levels, triton 3.7.1")
+    found = [static.Figures(**row) for row in rows.values()]
+    assert [x.name for x in found] == list(rows)
+    assert len(rows) == len(static.CAPABILITIES) * len(static.PRODUCTS) * len(static.PREFIXES)
+    assert static.broken_floors(found) == []
+    static.show(found)
+    assert capsys.readouterr().out.count("sm_") == 12

@@ -64,7 +64,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         return out, lse
     levels, factors = _levels(call)
     if factors is not None:
-        query = query * factors
+        query = (query * factors).to(query.dtype)
     inputs = _dense(query), _dense(call.key), _dense(call.value)
     sink = None if call.sink is None else call.sink.float()
     has_tiles, has_edges = layout.tiles > 0, layout.edges > 0
@@ -158,7 +158,7 @@ def _backward(
 
     layout = call.layout
     levels, factors = _levels(call)
-    query = call.query if factors is None else call.query * factors
+    query = call.query if factors is None else (call.query * factors).to(call.query.dtype)
     inputs = _dense(query), _dense(call.key), _dense(call.value)
     by_query, by_key, edges = _lists(layout)
     has_tiles, has_edges = layout.tiles > 0, layout.edges > 0
@@ -208,12 +208,18 @@ def _backward(
 
 
 def _numbers(call: Call) -> dict[str, float]:
-    return {"scale": call.kernel_scale, "softcap": call.softcap}
+    score = call.multilevel
+    scale = call.kernel_scale if score is None else call.kernel_scale / min(score.ranks)
+    return {"scale": scale, "softcap": call.softcap}
 
 
 def _levels(call: Call) -> tuple[Levels, Tensor | None]:
-    """Return the levels of a multi-level score, and what divides the query by their ranks, [D]."""
-    from ..kernels.levels import PLAIN, Levels
+    """Return the levels of a multi-level score, and what multiplies the query in front of them, [D].
+
+    That is the least rank over each level's, and the scale divides by the least: these are powers of 2 for
+    most ranks that are in use, so that the query is not rounded again.
+    """
+    from ..kernels.levels import PLAIN, Levels, table
 
     score = call.multilevel
     if score is None:
@@ -224,12 +230,11 @@ def _levels(call: Call) -> tuple[Levels, Tensor | None]:
     kept: tuple[Tensor, Tensor] | None = getattr(buffer, "_attnbias_levels", None)
     if kept is None:
         ranks = torch.tensor(score.ranks, device=buffer.device)
-        widths = torch.tensor(found.widths, dtype=torch.int32, device=buffer.device)
-        kept = widths, (1 / ranks).repeat_interleave(ranks, output_size=found.prefixes[-1])
+        factors = (min(score.ranks) / ranks).repeat_interleave(ranks, output_size=found.prefixes[-1])
+        kept = table(found.widths, found.prefixes, call.layout.q_start, buffer.device), factors
         buffer._attnbias_levels = kept  # type: ignore[attr-defined]
     per_pair = score.normalize == "pair"
-    levels = Levels(kept[0], call.layout.q_start, found.prefixes, per_pair)
-    return levels, kept[1].to(call.query.dtype)
+    return Levels(kept[0], call.layout.q_start, found.prefixes, per_pair, found.widths[0] == 0), kept[1]
 
 
 def _additive(call: Call) -> Additive | None:

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from . import edges, gate, table, work
+from . import edges, gate, levels, table, work
 from .arch import ARCH
 from .count import count, names, versions
 from .figures import STORE, Rows, read, rows_of, store
@@ -41,19 +41,22 @@ def main() -> None:
     works = [work.measure(case) for case in work.cases()]
     table.show(found.ours, found.peer, version)
     edges.show(found.edges)
+    levels.show(found.levels)
     table.show_work(works)
 
-    our_name, peer_name, edge_name = names()
+    our_name, peer_name, edge_name, level_name = names()
     counted = {
         our_name: rows_of(found.ours),
         peer_name: rows_of(found.peer),
         edge_name: {x.name: x._asdict() for x in found.edges},
+        level_name: {x.name: x._asdict() for x in found.levels},
     }
     if options.store:
         kept = {name: _stored(name, options, False) | now for name, now in counted.items()}
         store(kept, options.counts)
     faults = gate.broken_floors(found.ours, found.peer, version) + edges.broken_floors(found.edges, version)
-    for name in (our_name, edge_name):
+    faults += levels.broken_floors(found.levels)
+    for name in (our_name, edge_name, level_name):
         before = _stored(name, options, True)
         faults += gate.worse(counted[name], before)
         if not before:

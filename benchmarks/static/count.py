@@ -11,6 +11,9 @@ from .. import report
 from . import edges
 from .edges import Figures as EdgeFigures
 from .figures import STORE, Table, load
+from .levels import CAPABILITIES as WITH_LEVELS
+from .levels import Figures as LevelFigures
+from .levels import figures as count_levels
 
 PEERED = (80, 90, 100, 120)  # with FlexAttention's kernels beside ours
 SIZES = (64, 128)
@@ -45,11 +48,12 @@ def versions() -> tuple[str, str]:
 
 
 class Counts(NamedTuple):
-    """What was counted: loops over tiles, ours and FlexAttention's, and loops over edges."""
+    """What was counted: loops over tiles, ours and FlexAttention's, over edges, and of multi-level scores."""
 
     ours: Table
     peer: Table
     edges: list[EdgeFigures]
+    levels: list[LevelFigures]
 
 
 def count(capabilities: Sequence[int], jobs: int, rebuild: bool, path: Path = STORE) -> Counts:
@@ -58,12 +62,13 @@ def count(capabilities: Sequence[int], jobs: int, rebuild: bool, path: Path = ST
     peered = [cc for cc in capabilities if cc in PEERED]
     known = set() if rebuild else {(key.sm, key.d) for key in stored}
     wanted = [(cc, d) for cc in peered for d in SIZES if (cc, d) not in known]
-    found = Counts({}, {key: figures for key, figures in stored.items() if key.sm in peered}, [])
+    found = Counts({}, {key: figures for key, figures in stored.items() if key.sm in peered}, [], [])
     with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
         peers = [pool.apply_async(count_flex, pair) for pair in wanted]
         tasks = [
             (pool.apply_async(count_ours, (cc,)), pool.apply_async(count_edges, (cc,))) for cc in capabilities
         ]
+        of_levels = [pool.apply_async(count_levels, (cc,)) for cc in capabilities if cc in WITH_LEVELS]
         for (cc, d), task in zip(wanted, peers, strict=True):
             report.progress(f"counting FlexAttention's, sm_{cc}, D={d}")
             found.peer.update(task.get())
@@ -71,17 +76,21 @@ def count(capabilities: Sequence[int], jobs: int, rebuild: bool, path: Path = ST
             report.progress(f"counting ours, sm_{cc}")
             found.ours.update(of_tiles.get())
             found.edges.extend(of_edges.get())
+        report.progress("counting levels")
+        for levels in of_levels:
+            found.levels.extend(levels.get())
     report.progress("")
     return found
 
 
-def names() -> tuple[str, str, str]:
-    """Name the stored counts: ours, FlexAttention's, those of edges."""
+def names() -> tuple[str, str, str, str]:
+    """Name the stored counts: ours, FlexAttention's, those of edges, those of multi-level scores."""
     torch, triton = versions()
     return (
         f"attnbias, triton {triton}",
         f"FlexAttention, torch {torch}, triton {triton}",
         f"attnbias edges, triton {triton}",
+        f"attnbias levels, triton {triton}",
     )
 
 

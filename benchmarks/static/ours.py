@@ -123,7 +123,7 @@ def measure(cc: int, sizes: Sequence[int], tiles: Sequence[int]) -> Table:
     """
     target = Target(cc, tuple(map(int, triton.__version__.split(".")[:2])))
     table: Table = {}
-    with _as_shipped():
+    with as_shipped():
         for d, tile in itertools.product(sizes, tiles):
             for which, kernel in build(cc, d, tile).items():
                 config = candidates(target, which, torch.bfloat16, d, d, tile)[0]
@@ -135,7 +135,7 @@ def measure(cc: int, sizes: Sequence[int], tiles: Sequence[int]) -> Table:
 
 
 @contextmanager
-def _as_shipped() -> Iterator[None]:
+def as_shipped() -> Iterator[None]:
     """Leave out what was tuned on this machine."""
     candidates.cache_clear()
     with mock.patch.object(configs, "tuned", dict):
