@@ -21,7 +21,7 @@ constexpr int64_t WAVE_BYTES = 4 << 20, NODE_WAVE_BYTES = 32 << 20;
 
 AB_INLINE bool by_node(const ab_call &call) { return call.k.head < call.k.row; }
 
-constexpr int64_t NEAR_BYTES = 4 << 20;  // of gathered rows that come in time without being fetched
+constexpr int64_t NEAR_BYTES = 1 << 20;  // of gathered rows, which a second cache holds
 
 // Whether an edge of row i leads where nothing was read lately: neither near the diagonal nor to a
 // neighbour of the row before.

@@ -261,7 +261,7 @@ def test_the_order_in_memory_does_not_matter(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("near", [False, True], ids=["far", "near"])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 900, 9000, 64, 64), (1, 8, 8, 5000, 5000, 16, 16)], ids=str)
 def test_keys_that_no_cache_holds(shape: tuple[int, ...], near: bool) -> None:
-    """More than 4 MB of keys and values: those of each edge are fetched, or those at the diagonal."""
+    """More than 1 MB of keys and values: those of each edge are fetched, or those at the diagonal."""
     Q, K = shape[3:5]
     layout = graph(7, Q, K, 9000)
     if near:
