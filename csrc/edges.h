@@ -23,10 +23,10 @@ AB_INLINE bool by_node(const ab_call &call) { return call.k.head < call.k.row; }
 
 constexpr int64_t NEAR_BYTES = 1 << 20;  // of gathered rows, which a second cache holds
 
-// Whether an edge of row i leads where nothing was read lately: neither near the diagonal nor to a
-// neighbour of the row before.
-AB_INLINE bool leads_far(const Lists &rows, const int32_t *edge_key, int64_t i, int64_t key) {
-  if (key + ROWS_AHEAD >= i && key <= i + ROWS_AHEAD) return false;
+// Whether an edge of row i leads where nothing was read lately: neither into a band about the diagonal nor
+// to a neighbour of the row before.
+AB_INLINE bool leads_far(const Lists &rows, const int32_t *edge_key, int64_t i, int64_t key, int64_t band) {
+  if (key + band >= i && key <= i + band) return false;
   const int64_t begin = i ? rows.begin(0, i - 1) : 0, end = i ? rows.begin(0, i) : 0;
   for (int64_t e = begin; e < min64(end, begin + CHUNK); e++) {
     if (edge_key[e] == key) return false;
@@ -37,15 +37,16 @@ AB_INLINE bool leads_far(const Lists &rows, const int32_t *edge_key, int64_t i, 
 // What to fetch, by a sample of the edges.
 AB_INLINE Fetch what_to_fetch(const ab_call &call, bool backward, const Lists &rows) {
   const int64_t heads = by_node(call) ? call.Hk : 1, number = call.q.dtype == AB_FLOAT32 ? 4 : 2;
-  const int64_t gathered = call.K + (backward ? call.Q : 0);
-  if (gathered * heads * (call.D + call.E) * number <= NEAR_BYTES) return Fetch::nothing;
+  const int64_t gathered = call.K + (backward ? call.Q : 0), bytes = heads * (call.D + call.E) * number;
+  if (gathered * bytes <= NEAR_BYTES) return Fetch::nothing;
+  const int64_t band = max64(ROWS_AHEAD, NEAR_BYTES / 2 / bytes);
   constexpr int64_t ROWS = 64, EDGES = 4;
   int64_t far = 0, seen = 0;
   for (int64_t s = 0; s < ROWS; s++) {
     const int64_t i = s * rows.rows / ROWS, begin = rows.begin(0, i), size = rows.size(0, i);
     for (int64_t t = 0; size && t < EDGES; t++, seen++) {
       const int32_t *edge_key = call.layout.edge_key;
-      far += leads_far(rows, edge_key, i, edge_key[begin + t * size / EDGES]);
+      far += leads_far(rows, edge_key, i, edge_key[begin + t * size / EDGES], band);
     }
   }
   return 4 * far > seen ? Fetch::edges : Fetch::diagonal;
