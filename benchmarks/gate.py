@@ -18,6 +18,7 @@ import torch
 from . import graph_gate, levels, report, sweep_gate, terms
 from .attention import MATMUL, race, steps
 from .cases import CASES, Case, causal, window
+from .floors import Line, at_least, at_most
 from .timing import Spread, interleave, one_thread, sample
 
 
@@ -161,51 +162,34 @@ def run(rounds: int, wanted: str) -> int:
     from attnbias.backends import cpu
 
     rows = [row for row in ROWS if wanted in row.case or wanted in row.peer]
-    lines, failed = [], 0
+    found: list[Line] = []
     with one_thread():
         for row, ratio in measure(rows, rounds):
-            held = ratio.median >= row.floor
-            failed += not held
             what = "forward + backward" if row.backward else "forward"
-            verdict = "below floor" if not held else "goal" if ratio.median >= row.goal else "ok"
-            bounds = [f"{row.floor:g}", f"{row.goal:g}", report.ratio(ratio), verdict]
-            if not row.floor:
-                bounds = ["", "", report.ratio(ratio), "reported"]
-            lines.append([row.case, what, row.peer, *bounds])
+            found.append(at_least(row.case, what, row.peer, row.floor, ratio, row.goal))
         swept = sweep_gate.lines(rounds) if not wanted or wanted in "density" else iter(())
         scored = levels.lines(rounds) if not wanted or wanted in "levels" else iter(())
-        for line, held in chain(graph_gate.lines(rounds, wanted), swept, scored):
-            lines.append(line)
-            failed += not held
+        found += chain(graph_gate.lines(rounds, wanted), swept, scored)
         if not wanted or wanted in "terms":
             report.progress("score terms")
             for name, cost in terms.costs(causal(2048), rounds).items():
-                failed += cost.median > terms.LIMITS[name]
-                lines.append(_limit(f"causal@2048, {name} over plain", terms.LIMITS[name], cost))
+                found.append(at_most(f"causal@2048, {name} over plain", "forward", terms.LIMITS[name], cost))
             ratio = terms.learnable(causal(2048), rounds)
-            failed += ratio.median < terms.LEARNABLE_FLOOR
-            verdict = "ok" if ratio.median >= terms.LEARNABLE_FLOOR else "below floor"
-            bounds = [f"{terms.LEARNABLE_FLOOR:g}", "", report.ratio(ratio), verdict]
-            lines.append(["learnable T5 table, causal@2048", "forward + backward", "SDPA, bias", *bounds])
+            title = "learnable T5 table, causal@2048"
+            found.append(at_least(title, "forward + backward", "SDPA, bias", terms.LEARNABLE_FLOOR, ratio))
         if not wanted:
             report.progress("growth of a window, and turns with torch.mm")
-            token = growth(rounds)
-            failed += token.median > GROWTH
-            lines.append(_limit("window 256: time a token, 262,144 over 4,096", GROWTH, token))
+            title = "window 256: time a token, 262,144 over 4,096"
+            found.append(at_most(title, "forward", GROWTH, growth(rounds)))
     if not wanted:
-        turns = alternating(rounds)
-        failed += turns.median > ALTERNATING
-        lines.append(_limit("torch.mm and causal in turn over both alone", ALTERNATING, turns))
+        title = "torch.mm and causal in turn over both alone"
+        found.append(at_most(title, "forward", ALTERNATING, alternating(rounds)))
     report.progress("")
     report.table(
         f"Floors, level {cpu.level()}, torch at {torch.backends.cpu.get_cpu_capability()}",
         ["case", "pass", "peer", "floor", "goal", "peer / attnbias", ""],
-        lines,
+        [cells for cells, _ in found],
     )
-    print(f"{len(lines) - failed} held, {failed} below floor")
+    failed = sum(not held for _, held in found)
+    print(f"{len(found) - failed} held, {failed} below floor")
     return 1 if failed else 0
-
-
-def _limit(name: str, limit: float, measured: Spread) -> list[str]:
-    verdict = "ok" if measured.median <= limit else "above limit"
-    return [name, "forward", "", f"<= {limit:g}", "", report.ratio(measured), verdict]

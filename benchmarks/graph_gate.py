@@ -12,6 +12,7 @@ import attnbias as ab
 
 from . import generators, graph_memory, report
 from .attention import OURS, Result, race, steps
+from .floors import Line, at_least, at_most
 from .graph_cases import GRAPHS, SHAPES, GraphCase
 from .graphs import MissingGraphError
 from .timing import Spread, interleave
@@ -41,8 +42,6 @@ BUILDING = 1.0
 MEMORY = (("pubmed", 8, 16), ("kNN-16 Morton", 4, 32), ("R-MAT 170k", 8, 16))
 HUGE_NODES, HUGE_EDGES = 400_000, 20_000_000
 
-Line = tuple[list[str], bool]  # cells of the table, and whether the floor held
-
 
 def lines(rounds: int, wanted: str) -> Iterator[Line]:
     """Measure what holds the words (or all of it, "graph"), a line of the table each."""
@@ -65,10 +64,9 @@ def lines(rounds: int, wanted: str) -> Iterator[Line]:
             }
             yield from (_worst(name, peer, results) for peer in peers)
     if asked("layout"):
-        yield _limit("layout of mol1024 over its forward pass, 1x64", BUILDING, building(rounds))
+        yield at_most("layout of mol1024 over its forward pass, 1x64", "forward", BUILDING, building(rounds))
     if asked("order"):
-        gain = report.ratio(ordering(rounds))
-        yield ["kNN-16, random over Morton order, 1x64", "forward", "", "", "", gain, "reported"], True
+        yield at_least("kNN-16, random over Morton order, 1x64", "forward", "", 0, ordering(rounds))
     if asked("memory"):
         yield from map(_memory, *zip(*MEMORY, strict=True))
     if wanted == "huge":
@@ -86,24 +84,8 @@ def _worst(name: str, peer: str, results: dict[str, Result]) -> Line:
     ratio = results[shape].ratios[peer]
     floors = FLOORS[name]
     floor, goal = floors.sparse if peer != "PyG" else floors.pyg_backward if backward else floors.pyg
-    held = ratio.median >= floor
-    verdict = "below floor" if not held else "goal" if ratio.median >= goal else "ok"
     mine = report.times(results[shape].times[OURS])
-    return [
-        f"{name}, {shape}: {mine}",
-        what,
-        peer,
-        f"{floor:g}",
-        f"{goal:g}",
-        report.ratio(ratio),
-        verdict,
-    ], held
-
-
-def _limit(name: str, limit: float, measured: Spread) -> Line:
-    held = measured.median <= limit
-    verdict = "ok" if held else "above limit"
-    return [name, "forward", "", f"<= {limit:g}", "", report.ratio(measured), verdict], held
+    return at_least(f"{name}, {shape}: {mine}", what, peer, floor, ratio, goal)
 
 
 def building(rounds: int) -> Spread:

@@ -13,6 +13,7 @@ import attnbias as ab
 from . import report
 from .attention import steps
 from .cases import Case, causal
+from .floors import Line, at_least, at_most
 from .timing import Spread, interleave
 
 # Ranks of the levels, whose widths halve, and the time over the plain kernel's at most: forward, and with
@@ -24,8 +25,6 @@ LIMITS = {
 TOKENS, FORMULA_TOKENS = 4096, 1024
 FORMULA_FLOOR = 10.0  # the formula's time over ours, forward and backward
 
-Line = tuple[list[str], bool]  # cells of the table, and whether the floor held
-
 
 def lines(rounds: int) -> Iterator[Line]:
     """A line for each score and pass, then one for the formula."""
@@ -35,19 +34,11 @@ def lines(rounds: int) -> Iterator[Line]:
             what = "forward + backward" if backward else "forward"
             title = f"causal@{TOKENS}, levels {', '.join(map(str, ranks))} over plain"
             report.progress(f"{title}, {what}")
-            cost = over_plain(case, ranks, rounds, backward=backward)
-            held = cost.median <= limit
-            verdict = "ok" if held else "above limit"
-            yield [title, what, "", f"<= {limit:g}", "", report.ratio(cost), verdict], held
+            yield at_most(title, what, limit, over_plain(case, ranks, rounds, backward=backward))
     title = f"causal@{FORMULA_TOKENS}, levels {', '.join('8' * 8)}"
     report.progress(title)
     gain = over_formula(causal(FORMULA_TOKENS), (8,) * 8, rounds)
-    held = gain.median >= FORMULA_FLOOR
-    verdict = "ok" if held else "below floor"
-    yield (
-        [title, "forward + backward", "formula", f"{FORMULA_FLOOR:g}", "", report.ratio(gain), verdict],
-        held,
-    )
+    yield at_least(title, "forward + backward", "formula", FORMULA_FLOOR, gain)
 
 
 def over_plain(case: Case, ranks: tuple[int, ...], rounds: int, *, backward: bool) -> Spread:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from . import report
+from .floors import Line, at_least
 from .peers import DENSE
 from .sweep import AUTO, MASKED, QUICK_DENSITIES, STRUCTURES, TOLERATED, measure_density, regret
 from .timing import CPU, Spread
 
 TOKENS = 2048
 NEVER_SLOWER = 1.0  # SDPA's time over ours, where it gives the same result
-
-Line = tuple[list[str], bool]  # cells of the table, and whether the floor held
 
 
 def lines(rounds: int) -> Iterator[Line]:
@@ -29,10 +28,9 @@ def lines(rounds: int) -> Iterator[Line]:
             # With all pairs related SDPA needs no mask.
             gains = [(p["ratios"][DENSE if p["density"] == 1 else MASKED], p["density"]) for p in points]
             ratio, at = min(gains)
-            held = ratio[0] >= NEVER_SLOWER
-            verdict = "ok" if held else "below floor"
-            cells = [f"{NEVER_SLOWER:g}", "", report.ratio(Spread(*ratio)), verdict]
-            yield [f"{structure}, least gain, at {at:.1%}", what, "SDPA", *cells], held
+            yield at_least(
+                f"{structure}, least gain, at {at:.1%}", what, "SDPA", NEVER_SLOWER, Spread(*ratio)
+            )
             worst = max(points, key=regret)
             held = regret(worst) <= TOLERATED
             verdict = "ok" if held else "above limit"

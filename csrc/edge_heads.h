@@ -237,8 +237,9 @@ AB_APART void head_weights(float *s, int64_t n, bool fresh, float *m, float *l, 
   Lanes<L> before = {};
   if (!fresh) {
     const Lanes<L> m_before = lanes_of<L>(m), l_before = lanes_of<L>(l);
-    for (int i = 0; i < PARTS; i++) before.part[i] = exp_of(m_before.part[i] - base.part[i]);
-    for (int i = 0; i < PARTS; i++) before.part[i] *= l_before.part[i];
+    AB_UNROLL
+    for (int i = 0; i < PARTS; i++)
+      before.part[i] = l_before.part[i] * exp_of(m_before.part[i] - base.part[i]);
   }
   AB_UNROLL
   for (int i = 0; i < PARTS; i++) {

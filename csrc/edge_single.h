@@ -158,9 +158,7 @@ struct Single {
   // up with 0. Returns what the state's sum is to be multiplied by.
   AB_INLINE float weights(float *s, int64_t n, Softmax &state) {
     fill_up(s, n, -INFINITY);
-    F most = splat(state.m);
-    for (int64_t j = 0; j < n; j += VL) most = maximum(most, load(s + j));
-    const float m = largest(most), base = finite_or_0(m);
+    const float m = largest_of(s, n, state.m), base = finite_or_0(m);
     const float alpha = state.m == m ? 1.0f : state.l == 0.0f ? 0.0f : expf(state.m - base);
     F sum = {};
     for (int64_t j = 0; j < n; j += VL) {

@@ -34,7 +34,7 @@ AB_INLINE bool leads_far(const Lists &rows, const int32_t *edge_key, int64_t i, 
   return true;
 }
 
-// What to fetch, by a sample of the edges.
+// What to fetch, by a sample of the first group's edges.
 AB_INLINE Fetch what_to_fetch(const ab_call &call, bool backward, const Lists &rows) {
   const int64_t heads = by_node(call) ? call.Hk : 1, number = call.q.dtype == AB_FLOAT32 ? 4 : 2;
   const int64_t gathered = call.K + (backward ? call.Q : 0), bytes = heads * (call.D + call.E) * number;
@@ -123,16 +123,8 @@ static int64_t wave_bytes(const ab_call &call, bool backward) {
 
 AB_INLINE Plan make_plan(const ab_call &call, const ab_call *before, bool backward, char *scratch,
                          const Lists &rows, const Lists &columns) {
-  Plan plan = {call,
-               before,
-               edge_step(call),
-               0,
-               0,
-               {},
-               scratch,
-               fused_heads(call),
-               by_node(call),
-               what_to_fetch(call, backward, rows)};
+  Plan plan = {call, before, edge_step(call), 0, 0, {}, scratch, fused_heads(call), by_node(call), {}};
+  plan.fetch = what_to_fetch(call, backward, rows);
   int64_t edges = 0;
   for (int64_t g = 0; g < rows.groups; g++) edges = max64(edges, rows.edges_of(g));
   plan.head = head_scratch(call, backward, plan.step, edges, rows.pieces, columns.pieces);
