@@ -1,5 +1,6 @@
 """The op: its registrations, gradients, strides, dropout, autocast and checkpointing."""
 
+import dataclasses
 import math
 
 import pytest
@@ -156,6 +157,36 @@ def test_no_gradient_wanted_keeps_nothing():
         assert ab.attention(q, k, v, ab.Causal()).grad_fn is None
     with torch.inference_mode():
         assert ab.attention(q, k, v, ab.Causal()).is_inference()
+
+
+KEPT = {
+    "plain": lambda: (ab.Window(before=3) | ab.Prefix(2), []),
+    "with data": lambda: (ab.Documents(torch.arange(33) // 5), []),
+    "graph": lambda: (ab.Graph(torch.arange(66).view(2, 33) % 33, num_nodes=33), []),
+    "edge bias": lambda: (ab.Graph(torch.arange(66).view(2, 33) % 33, 33), [ab.EdgeBias(torch.ones(33))]),
+    "buckets": lambda: (ab.Causal(), [ab.RelativeBias(torch.ones(4, 32), ab.t5_buckets(False, 100))]),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "rows", "reference"])
+@pytest.mark.parametrize("case", KEPT)
+@pytest.mark.parametrize("made_there", [False, True])
+def test_what_inference_mode_leaves_behind_can_be_trained_with(case, backend, made_there):
+    """Validation often runs first: its tensors, which autograd refuses, must not stay in a cache."""
+    ab.layout_cache.clear()
+    q, k, v = leaves()
+    relation, terms = KEPT[case]()
+    with torch.inference_mode():
+        if made_there:
+            relation = KEPT[case]()[0]
+        ab.attention(q, k, v, relation, terms=terms, backend=backend)
+    terms = [dataclasses.replace(term, **_learnable(term)) for term in terms]
+    ab.attention(q, k, v, relation, terms=terms, backend=backend).sum().backward()
+
+
+def _learnable(term):
+    name = "table" if isinstance(term, ab.RelativeBias) else "bias"
+    return {name: getattr(term, name).clone().requires_grad_()}
 
 
 @pytest.mark.parametrize("order", ["BHLD", "BLHD", "LBHD", "HBLD"])

@@ -76,6 +76,19 @@ def test_a_tensor_is_read_once_and_again_when_it_changed(layer):
         assert not torch.equal(net(x, written), before)
 
 
+@pytest.mark.parametrize("edge_dim", [None, FEATURES])
+@pytest.mark.parametrize("layer", OPTIONS)
+def test_training_after_inference_mode(layer, edge_dim):
+    """A first look at the validation set leaves graphs and loops in caches."""
+    options = {} if edge_dim is None else {"edge_dim": edge_dim}
+    net, index = make(layer, **options), GRAPHS["random"][0].clone()
+    x, attr = make_inputs(GRAPHS["random"], options, torch.float32)
+    for form in (index, ab.Graph(index, num_nodes=40)):
+        with torch.inference_mode():
+            net(x, form, attr)
+        net(x, form, attr).sum().backward()
+
+
 def test_a_graph_keeps_its_layouts_with_loops():
     graph = ab.Graph(GRAPHS["random"][0], num_nodes=40)
     read = [pyg_edges.read_edges(graph, None, (40, 40), add_self_loops=True).graph for _ in range(2)]

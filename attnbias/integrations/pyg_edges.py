@@ -148,17 +148,22 @@ def _add_loops(graph: Graph, in_order: bool) -> _Looped:
     """Replace the self-loops; kept with the graph, so that a graph of many calls does it once."""
     kept_ones: dict[bool, _Looped] = graph.__dict__.setdefault("_looped_", {})
     if in_order not in kept_ones:
-        targets, sources = graph.lengths
-        source, target = graph.edge_index
-        kept = torch.nonzero(source != target).view(-1)
-        loop = torch.arange(min(sources, targets), device=kept.device)
-        pairs = torch.cat([graph.edge_index.index_select(1, kept), loop.expand(2, -1)], 1)
-        order = None
-        if in_order:  # as a sparse matrix has them
-            order = torch.argsort(pairs[1] * sources + pairs[0], stable=True)
-            pairs = pairs.index_select(1, order)
-        kept_ones[in_order] = _Looped(Graph(pairs, size=(sources, targets)), kept, order)
+        with torch.inference_mode(False):  # what is kept is used in training, too
+            kept_ones[in_order] = _make_loops(graph, in_order)
     return kept_ones[in_order]
+
+
+def _make_loops(graph: Graph, in_order: bool) -> _Looped:
+    targets, sources = graph.lengths
+    source, target = graph.edge_index
+    kept = torch.nonzero(source != target).view(-1)
+    loop = torch.arange(min(sources, targets), device=kept.device)
+    pairs = torch.cat([graph.edge_index.index_select(1, kept), loop.expand(2, -1)], 1)
+    order = None
+    if in_order:  # as a sparse matrix has them
+        order = torch.argsort(pairs[1] * sources + pairs[0], stable=True)
+        pairs = pairs.index_select(1, order)
+    return _Looped(Graph(pairs, size=(sources, targets)), kept, order)
 
 
 def _check_attr(attr: Tensor | None, count: int) -> Tensor | None:

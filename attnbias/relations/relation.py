@@ -171,7 +171,10 @@ class Relation:
         """The layout at these lengths, built once and kept with the relation."""
         from ..layouts.cache import cached_layout
 
-        return cached_layout(
+        make = cached_layout
+        if torch.is_inference_mode_enabled():  # what is kept is used in training, too
+            make = torch.inference_mode(False)(cached_layout)
+        return make(
             self,
             q_len,
             k_len,
@@ -455,7 +458,8 @@ def as_indices(name: str, value: Any, ranks: Sequence[int]) -> Tensor:
     if tensor.dim() not in ranks:
         wanted = " or ".join(str(rank) for rank in ranks)
         raise ValueError(f"{name}: wanted {wanted} dimensions, got shape {list(tensor.shape)}")
-    return tensor.detach().to(torch.int64, copy=True)
+    with torch.inference_mode(False):  # what is kept is used in training, too
+        return tensor.detach().to(torch.int64, copy=True)
 
 
 def as_count(name: str, value: Any, least: int = 0) -> int:
