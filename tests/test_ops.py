@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import attnbias as ab
@@ -231,6 +232,48 @@ def test_second_derivative_through_the_op_raises():
     (grad,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
     grad.sum().backward()
     assert q.grad.isfinite().all()
+
+
+def transformed():
+    """Derivatives of torch.func, and forward-mode ones: the kernels have neither."""
+
+    def dual(function, x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x))).tangent
+
+    yield "jvp", lambda function, x: torch.func.jvp(function, (x,), (x,))[1]
+    yield "grad", lambda function, x: torch.func.grad(lambda y: function(y).sin().sum())(x)
+    yield "vmap", lambda function, x: torch.func.vmap(function)(torch.stack([x, x]))
+    yield "dual", dual
+
+
+@pytest.mark.parametrize(("name", "transform"), transformed())
+@pytest.mark.parametrize("where", ["query", "value", "term", "score"])
+def test_transforms_are_refused_and_not_seen_through(name, transform, where):
+    """A kernel that takes no notice of them gives a derivative of zero."""
+    q, k, v = (x.detach() for x in leaves(Hk=4))
+    bias, weight = torch.randn(66, 4), torch.randn(4, 8)
+    graph = ab.Graph(torch.stack([torch.arange(66) % 33, torch.arange(66) // 2]), num_nodes=33)
+    of = {
+        "query": (q, lambda x: ab.attention(x, k, v, graph)),
+        "value": (v, lambda x: ab.attention(q, k, x, graph)),
+        "term": (bias, lambda x: ab.attention(q, k, v, graph, terms=[ab.EdgeBias(x)])),
+        "score": (weight, lambda x: ab.attention(q, k, v, graph, score=ab.AdditiveScore(x))),
+    }
+    x, function = of[where]
+    with pytest.raises(NotImplementedError, match=r": use backend='reference'$"):
+        transform(function, x)
+    if name != "vmap" or where == "query":
+        with ab.use_backend("reference"):
+            assert transform(function, x).abs().max() > 0
+
+
+def test_transforms_of_others_do_not_matter():
+    q, k, v = (x.detach() for x in leaves())
+    out = ab.attention(q, k, v)
+    assert torch.equal(
+        torch.func.grad(lambda x: (x * ab.attention(q, k, v)).sum())(torch.ones_like(out)), out
+    )
 
 
 def test_dropout_follows_torchs_generator_and_agrees_with_the_reference():
