@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from ..relations import Graph
 from ..scores import AdditiveScore
 from ..terms import EdgeBias
+from ..weights import softmax_by_row
 from .pyg_edges import (
     Edges,
     Fill,
@@ -168,15 +169,15 @@ class TransformerConv(Conv):
         asked = torch.einsum("nhc,hcd->nhd", query, by_head)  # what a query looks for in edge features
         scale = self.out_channels**-0.5
         bias = dot_features(asked, edges) * scale
-        is_dropped = self._dropout > 0
-        scores = Scores(query, key, terms=(EdgeBias(bias),))
-        # A value of one number: with dropout only the sums are wanted, and the values follow below.
-        out, lse = scores.attend_with_lse(value[..., :1] if is_dropped else value, edges.graph)
-        exponent = dot_nodes(query, key, edges, lse.dtype) * scale + bias - lse.index_select(0, edges.target)
-        weights = dropped = exponent.exp().to(query.dtype)
-        if is_dropped:
+        precision = torch.float64 if query.dtype == torch.float64 else torch.float32
+        scores = dot_nodes(query, key, edges, precision) * scale + bias
+        weights = softmax_by_row(scores.T, edges.target, len(query)).T.to(query.dtype)
+        if self._dropout:
             dropped = F.dropout(weights, self._dropout)
             out = sum_values(dropped, value, edges)
+        else:
+            dropped = weights
+            out = Scores(query, key, terms=(EdgeBias(bias),)).attend(value, edges.graph, 0.0)
         features = sum_features(dropped, edges)  # [targets, H, d]
         return out + torch.einsum("nhd,hcd->nhc", features, by_head), weights
 

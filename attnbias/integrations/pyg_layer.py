@@ -82,12 +82,6 @@ class Scores(NamedTuple):
         out = attention(query, key, value, graph, terms=self.terms, score=self.score, dropout_p=dropout)
         return out[0].transpose(0, 1)
 
-    def attend_with_lse(self, value: Tensor, graph: Graph) -> tuple[Tensor, Tensor]:
-        """Attention without dropout, and the logarithm of each softmax sum, [targets, H]."""
-        query, key, value = (x.transpose(0, 1)[None] for x in (self.query, self.key, value))
-        out, lse = attention(query, key, value, graph, terms=self.terms, score=self.score, return_lse=True)
-        return out[0].transpose(0, 1), lse[0].T
-
     def weigh(self, graph: Graph) -> Tensor:
         """The attention of each edge, [E, H]."""
         query, key = (x.transpose(0, 1)[None] for x in (self.query, self.key))
