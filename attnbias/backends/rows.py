@@ -247,7 +247,7 @@ def _edge_places(call: Call, tile: _Tile) -> tuple[Tensor, Tensor]:
 
 
 def _edge_bias(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
-    """Edges by pair: exp(bias - largest) [n, edges]; of pairs [n, rows * m] the largest bias, and the sums."""
+    """Edges: exp(bias - largest of the pair) [n, edges]; pairs: that largest [n, rows * m], and the sums."""
     bias = call.parts["edge"][_edge_places(call, tile)]
     place = tile.place.expand_as(bias)
     top = bias.new_full((len(bias), tile.counts.numel()), -torch.inf).scatter_reduce(1, place, bias, "amax")

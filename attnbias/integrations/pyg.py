@@ -4,10 +4,12 @@
 named after and load their state dicts (PyG itself is not needed). No message is stored: memory grows with
 nodes times features and edges times heads, never with edges times features.
 
-``edge_index`` is a tensor [2, E] of sources and targets, an ``attnbias.Graph``, or a ``torch.sparse`` matrix
-with targets as rows (PyG's ``adj_t``). A graph holds its layout; that of a tensor is kept while the tensor is
-alive and not written to through torch, so that all layers and steps that get the same tensor share it. For
-a static graph pass a ``Graph``.
+``edge_index`` is a tensor [2, E] of sources and targets, an ``attnbias.Graph``, or a matrix with targets as
+rows (PyG's ``adj_t``): ``torch.sparse`` or torch_sparse's ``SparseTensor``. A graph holds its layout; that of
+a tensor is kept while the tensor is alive and torch counts no write to it, so that all layers and steps that
+get the same tensor share it. Writes through ``.data`` or a NumPy array that shares its memory are not
+counted: pass a new tensor then. For a static graph pass a ``Graph``; ``torch.compile(fullgraph=True)`` wants
+one that the layer was called with before.
 
 Dropout in training keeps or drops each pair of nodes, duplicate edges together. Where weights for each edge
 are computed anyway (edge features of ``TransformerConv``, ``return_attention_weights`` of the two others) it
@@ -46,8 +48,6 @@ from .pyg_layer import (
     Scores,
     draw_glorot,
     glorot_linear,
-    read_pair,
-    read_whole_pair,
     torch_linear,
 )
 
@@ -134,7 +134,7 @@ class TransformerConv(Conv):
             edge_attr: [E, edge_dim].
             return_attention_weights: if not None, return ``(out, (edge_index, weights [E, H]))``.
         """
-        x_src, x_dst = read_whole_pair(x)
+        x_src, x_dst = self._read_whole_pair(x)
         edges = read_edges(edge_index, edge_attr, (len(x_src), len(x_dst)))
         self._check_edge_dim(edges)
         query, key = self._heads(self.lin_query(x_dst)), self._heads(self.lin_key(x_src))
@@ -285,7 +285,7 @@ class GATConv(GAT):
             return_attention_weights: if True, return ``(out, (edge_index, weights [E, H]))`` with the edges
                 as they were used, self-loops included; a sparse matrix comes back with the weights in it.
         """
-        x_src, x_dst = read_pair(x)
+        x_src, x_dst = self._read_pair(x)
         targets = None if size is None else size[1]
         edges = read_edges(
             edge_index,
@@ -420,7 +420,7 @@ class GATv2Conv(GAT):
             return_attention_weights: if True, return ``(out, (edge_index, weights [E, H]))`` with the edges
                 as they were used, self-loops included; a sparse matrix comes back with the weights in it.
         """
-        x_src, x_dst = read_whole_pair(x)
+        x_src, x_dst = self._read_whole_pair(x)
         edges = read_edges(
             edge_index,
             edge_attr,

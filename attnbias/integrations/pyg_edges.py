@@ -27,7 +27,7 @@ class Edges(NamedTuple):
 
     graph: Graph
     attr: Tensor | None  # [E, d], in the order of the graph's edges
-    given: Tensor | Graph  # by the caller
+    given: Any  # by the caller: what ``read_edges`` takes
     looped: bool  # whether self-loops were added to what was given
 
     @property
@@ -107,8 +107,11 @@ def _read(edge_index: Any, sizes: tuple[int, int | None]) -> tuple[Graph, Tensor
     if isinstance(edge_index, Graph):
         return edge_index, None
     if not isinstance(edge_index, Tensor):
+        if hasattr(edge_index, "sparse_sizes"):  # torch_sparse's SparseTensor
+            value = edge_index.coo()[2]
+            return Graph.from_adjacency(edge_index), value if value is not None and value.dim() > 1 else None
         raise TypeError(
-            "edge_index: wanted a tensor [2, E], a Graph or a torch.sparse matrix [targets, sources], "
+            "edge_index: wanted a tensor [2, E], a Graph or a sparse matrix [targets, sources], "
             f"got {type(edge_index).__name__}"
         )
     if not _is_sparse(edge_index):
