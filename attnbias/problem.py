@@ -430,8 +430,14 @@ def _wrong_number(name: str, wanted: str, got: object) -> TypeError | ValueError
 
 def _not_a_relation(got: Any) -> str:
     wanted = "relation: wanted a Relation, a Layout or None (= Full)"
+    if isinstance(got, Tensor) and got.dtype in (torch.int64, torch.int32):
+        return (
+            f"{wanted}, got a tensor {_shape(got)} of integers; for edges use ab.Graph(edge_index, num_nodes)"
+        )
     if isinstance(got, Tensor):
         return f"{wanted}, got a tensor {_shape(got)}; for a boolean mask use ab.Dense(mask)"
+    if hasattr(got, "edge_index"):
+        return f"{wanted}, got {type(got).__name__}, which has edges; use ab.Graph(data)"
     if type(got).__name__ == "BlockMask":
         return f"{wanted}, got a BlockMask; use attnbias.integrations.flex.from_block_mask(mask)"
     if isinstance(got, type) and issubclass(got, Relation):
