@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -403,3 +405,9 @@ def test_what_needs_scipy_says_so(make: Any, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(ImportError, match="needs scipy, which is not installed"):
         make()
+
+
+def test_the_page_of_graphs_says_what_is() -> None:
+    page = Path(__file__).parents[1] / "docs" / "graphs.md"
+    failed, tried = doctest.testfile(str(page), module_relative=False)
+    assert tried > 5 and not failed
