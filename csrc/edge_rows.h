@@ -202,13 +202,10 @@ AB_APART void dots(const float *x, const Rows<const T> &rows, const int32_t *row
 // of each edge.
 enum class Fetch { nothing, diagonal, edges };
 
-// Fetch row i of `heads` heads that lie `head` numbers apart.
 template <class T>
-AB_INLINE void prefetch(const Rows<const T> &rows, int64_t i, int64_t heads, int64_t head) {
-  for (int64_t h = 0; h < heads; h++) {
-    const char *p = (const char *)(rows[i] + h * head);
-    for (int64_t c = 0; c < rows.size * (int64_t)sizeof(T); c += 64) __builtin_prefetch(p + c, 0, 2);
-  }
+AB_INLINE void prefetch(const Rows<const T> &rows, int64_t i) {
+  const char *p = (const char *)rows[i];
+  for (int64_t c = 0; c < rows.size * (int64_t)sizeof(T); c += 64) __builtin_prefetch(p + c, 0, 2);
 }
 
 // y = alpha * before + sum_j w[j] * rows[row[j]], for N vectors; several sets of sums where one would

@@ -92,18 +92,18 @@ struct Single {
 
   // Fetch what row i reads of keys and values: n edges from `first` on. Inlined, all three: GCC takes a
   // function that does nothing but prefetch for one that does nothing.
-  inline AB_LAMBDA void fetch_keys(int64_t i, int64_t first, int64_t n, int64_t heads = 1) const {
+  inline AB_LAMBDA void fetch_keys(int64_t i, int64_t first, int64_t n) const {
     fetch_ahead(i, call.K, edge_key, first, n, [&](int64_t key) AB_LAMBDA {
-      prefetch(k, key, heads, call.k.head);
-      prefetch(v, key, heads, call.v.head);
+      prefetch(k, key);
+      prefetch(v, key);
     });
   }
 
   // The same for column j, which reads queries and the gradients of their results.
-  inline AB_LAMBDA void fetch_queries(int64_t j, int64_t first, int64_t n, int64_t heads = 1) const {
+  inline AB_LAMBDA void fetch_queries(int64_t j, int64_t first, int64_t n) const {
     fetch_ahead(j, call.Q, col_query, first, n, [&](int64_t query) AB_LAMBDA {
-      if (dk.data) prefetch(q, query, heads, call.q.head);
-      if (dv.data) prefetch(dout, query, heads, call.dout.head);
+      if (dk.data) prefetch(q, query);
+      if (dv.data) prefetch(dout, query);
     });
   }
 

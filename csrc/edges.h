@@ -151,10 +151,12 @@ AB_INLINE int64_t batch_end(const Lists &rows, int64_t g, int64_t row, int64_t e
   return next;
 }
 
-// Item t of a head's rows: a range of rows, or beyond the items a piece of a long one.
+// Item t of a head's rows: a range of rows, or beyond the items a piece of a long one. Of heads that go
+// together the first has the ranges of all.
 template <class Kernel>
 static void forward_item(const Plan &plan, const Lists &rows, int64_t first, int64_t i, int64_t t) {
-  const int64_t g = plan.group(first + i);
+  const int64_t g = plan.group(first + i), together = max64(plan.fused, 1);
+  if (t < rows.items && i % together) return;
   const Kernel kernel = kernel_of<Kernel>(plan, rows, first + i);
   if (t < rows.items) {
     const int64_t end = rows.row_at(g, (t + 1) * ITEM);
@@ -163,12 +165,14 @@ static void forward_item(const Plan &plan, const Lists &rows, int64_t first, int
       if (next > row) {
         const int32_t *ptr = rows.ptr + g * rows.rows;
         if (!plan.fused) kernel.forward_rows(row, next, ptr);
-        if (plan.fused == 8 && i % 8 == 0) fused_forward<8>(kernel, row, next, ptr);
-        if (plan.fused == 4 && i % 4 == 0) fused_forward<4>(kernel, row, next, ptr);
-      } else {
-        next = row + 1;
-        if (!Lists::is_long(rows.size(g, row)))
-          kernel.forward_row(row, rows.begin(g, row), rows.begin(g, next));
+        if (plan.fused == 8) fused_forward<8>(kernel, row, next, ptr);
+        if (plan.fused == 4) fused_forward<4>(kernel, row, next, ptr);
+        continue;
+      }
+      next = row + 1;
+      for (int64_t h = 0; h < together && !Lists::is_long(rows.size(g, row)); h++) {
+        const Kernel one = kernel_of<Kernel>(plan, rows, first + i + h);
+        one.forward_row(row, rows.begin(g, row), rows.begin(g, next));
       }
     }
   } else if (t - rows.items < rows.bound[g + 1] - rows.bound[g]) {
@@ -224,25 +228,29 @@ static int32_t forward_with(const ab_call &call, const ab_call *before, char *sc
 // As forward_item; what later passes need of a row is kept in `hand` or `stats`.
 template <class Kernel>
 static void backward_item(const Plan &plan, const Lists &rows, int64_t first, int64_t i, int64_t t) {
-  const int64_t g = plan.group(first + i);
+  const int64_t g = plan.group(first + i), together = max64(plan.fused, 1);
+  if (t < rows.items && i % together) return;
   const Kernel kernel = kernel_of<Kernel>(plan, rows, first + i);
   const bool edges = plan.call.dq.data || plan.call.dedge_bias || plan.head.hand;
-  float *stats = plan.stats(i);
   if (t < rows.items) {
     const int64_t end = rows.row_at(g, (t + 1) * ITEM);
     for (int64_t row = rows.row_at(g, t * ITEM), next; row < end; row = next) {
       next = batch_end(rows, g, row, end);
       const bool batch = next > row;
       next = batch ? next : row + 1;
-      for (int64_t j = row; stats && j < next; j++) kernel.statistics(j, stats + 2 * j);
-      if (!edges) continue;
-      if (batch) {
+      if (edges && batch) {
         const int32_t *ptr = rows.ptr + g * rows.rows;
         if (!plan.fused) kernel.backward_rows(row, next, ptr, plan.hand(i));
-        if (plan.fused == 8 && i % 8 == 0) fused_backward<8>(kernel, row, next, ptr, plan.hand(i));
-        if (plan.fused == 4 && i % 4 == 0) fused_backward<4>(kernel, row, next, ptr, plan.hand(i));
-      } else if (!Lists::is_long(rows.size(g, row))) {
-        kernel.backward_row(row, rows.begin(g, row), rows.begin(g, next), plan.hand(i));
+        if (plan.fused == 8) fused_backward<8>(kernel, row, next, ptr, plan.hand(i));
+        if (plan.fused == 4) fused_backward<4>(kernel, row, next, ptr, plan.hand(i));
+      }
+      for (int64_t h = i; h < i + together; h++) {
+        float *stats = plan.stats(h);
+        const bool alone = edges && !batch && !Lists::is_long(rows.size(g, row));
+        if (!stats && !alone) break;
+        const Kernel one = kernel_of<Kernel>(plan, rows, first + h);
+        for (int64_t j = row; stats && j < next; j++) one.statistics(j, stats + 2 * j);
+        if (alone) one.backward_row(row, rows.begin(g, row), rows.begin(g, next), plan.hand(h));
       }
     }
   } else if (edges && t - rows.items < rows.bound[g + 1] - rows.bound[g]) {
@@ -319,17 +327,13 @@ static void column_item(const Plan &plan, const Lists &rows, const Lists &column
   if (t < columns.items) {
     const Kernel kernel = kernel_of<Kernel>(plan, rows, first + i);
     const int64_t end = columns.row_at(g, (t + 1) * ITEM);
-    const int64_t fused = plan.head.hand ? plan.fused : 0;
-    if (fused && i % fused) return;
-    for (int64_t j = columns.row_at(g, t * ITEM); j < end; j++) {
+    const int64_t begin = columns.row_at(g, t * ITEM), fused = plan.head.hand ? plan.fused : 0;
+    const int32_t *ptr = columns.ptr + g * columns.rows;
+    if (fused == 8 && i % 8 == 0) fused_columns<8>(kernel, begin, end, ptr, plan.hand(i));
+    if (fused == 4 && i % 4 == 0) fused_columns<4>(kernel, begin, end, ptr, plan.hand(i));
+    for (int64_t j = begin; !fused && j < end; j++) {
       if (columns.pieces && first_long(plan, columns, first + i, j) < plan.share()) continue;
-      if (fused == 8) {
-        fused_column<8>(kernel, j, columns.begin(g, j), columns.begin(g, j + 1), plan.hand(i));
-      } else if (fused == 4) {
-        fused_column<4>(kernel, j, columns.begin(g, j), columns.begin(g, j + 1), plan.hand(i));
-      } else {
-        whole_column(plan, rows, columns, kernel, first, i, j);
-      }
+      whole_column(plan, rows, columns, kernel, first, i, j);
     }
     return;
   }

@@ -252,7 +252,11 @@ def _edge_bias(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
     place = tile.place.expand_as(bias)
     top = bias.new_full((len(bias), tile.counts.numel()), -torch.inf).scatter_reduce(1, place, bias, "amax")
     weights = torch.exp(bias - top.masked_fill(top == -torch.inf, 0)[:, tile.place])
-    return weights, top, torch.zeros_like(top).index_add_(1, tile.place, weights)
+    # In float64 for the one order of sums, as the gradients.
+    total = torch.zeros_like(top, dtype=torch.float64)
+    each = torch.arange(len(bias), device=bias.device)[:, None]
+    total.index_put_((each, place), weights.double(), accumulate=True)
+    return weights, top, total.to(bias.dtype)
 
 
 def _places(call: Call, part: str, tile: _Tile) -> tuple[Tensor, ...]:
