@@ -276,10 +276,12 @@ def _prepare(
     """Make what the backend gets from the op's arguments; a traced call is checked only now."""
     words, _, wanted = spec.partition("\n")
     score, _ = read_score(words, terms)
+    relation = None
     if wanted:
         form, _, name = wanted.partition("\n")
+        relation = from_key(name)
         B, H, Q, _ = query.shape
-        layout = from_key(name).layout(
+        layout = relation.layout(
             Q,
             key.shape[2],
             q_start=q_start,
@@ -307,7 +309,8 @@ def _prepare(
         )
         problem.terms = tuple(map(MadePart, call.parts))
         if problem.form == "edges":
-            fit_edges(problem, [len(part) for name, part in call.parts.items() if name == "edge"])
+            counts = [len(part) for name, part in call.parts.items() if name == "edge"]
+            fit_edges(problem, counts, relation)
         backend = dispatch.choose(problem, backend[1:] or None, dispatch.IN_OP)
     return call, dispatch.IN_OP[backend]
 

@@ -292,9 +292,12 @@ def _fit_relation(relation: Relation, problem: Problem) -> None:
     relation.check(Q, problem.key.shape[2], problem.q_start, batch=B, heads=H)
 
 
-def fit_edges(problem: Problem, counts: Sequence[int]) -> None:
-    """Raise unless all pairs are edges, and each ``EdgeBias``, of so many numbers, has one for every edge."""
-    relation, layout = problem.relation, problem.layout
+def fit_edges(problem: Problem, counts: Sequence[int], relation: Relation | None = None) -> None:
+    """Raise unless all pairs are edges, and each ``EdgeBias``, of so many numbers, has one for every edge.
+
+    ``relation`` is what the problem's layout was built of, where that is known.
+    """
+    layout, relation = problem.layout, problem.relation if relation is None else relation
     if layout is not None and layout.sizes["tiles"]:
         is_score = isinstance(problem.score, AdditiveScore)
         needed = "score: AdditiveScore" if is_score else "terms: EdgeBias"

@@ -425,3 +425,14 @@ def test_a_graph_layer_compiles_to_one_graph(layer, edge_dim):
     want = net(x, graph, attr)
     compiled, _ = counted(lambda x: net(x, graph, attr))
     assert torch.equal(compiled(x), want)
+
+
+@pytest.mark.parametrize("count", [59, 61])
+def test_numbers_for_other_edges_are_refused_when_it_runs(count):
+    graph = ab.Graph(torch.arange(120).view(2, 60) % 20, num_nodes=20)
+    q, k, v = torch.randn(3, 1, 2, 20, 4)
+    compiled, _ = counted(lambda bias: ab.attention(q, k, v, graph, terms=[ab.EdgeBias(bias)]))
+    with pytest.raises(
+        ValueError, match=rf"^terms: EdgeBias.bias: wanted 60 numbers, one an edge, got {count}$"
+    ):
+        compiled(torch.zeros(count))

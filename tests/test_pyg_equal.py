@@ -237,6 +237,12 @@ def test_parameters_and_their_start_are_pygs(layer, options, in_channels):
     assert all(map(torch.equal, mine.state_dict().values(), peer.state_dict().values()))
 
 
+@pytest.mark.parametrize("layer", OPTIONS)
+def test_defaults_of_message_passing_are_accepted(layer):
+    known = inspect.signature(geometric.nn.MessagePassing).parameters
+    getattr(ours, layer)(IN, OUT, **{name: each.default for name, each in known.items()})
+
+
 @pytest.mark.parametrize(
     ("layer", "options"),
     [

@@ -22,7 +22,13 @@ Channels = int | tuple[int, int]
 Nodes = Tensor | tuple[Tensor, Tensor | None]  # [N, F], or sources and targets
 Answer = Tensor | tuple[Tensor, tuple[Tensor, Tensor]]
 
-_MESSAGE_PASSING = {"aggr": ("add", "sum"), "flow": ("source_to_target",), "node_dim": (0, -2)}
+_MESSAGE_PASSING = {
+    "aggr": ("add", "sum"),
+    "aggr_kwargs": (None,),
+    "flow": ("source_to_target",),
+    "node_dim": (0, -2),
+    "decomposed_layers": (1,),
+}
 
 
 class _Linear(torch.nn.Linear):
