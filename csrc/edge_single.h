@@ -77,15 +77,6 @@ struct Single {
     origin = first_edge;
   }
 
-  // Go on to the next query head of the same key head.
-  void next_head(int64_t first_edge) {
-    q.data += call.q.head;
-    dout.data += call.dout.head;
-    if (bias) bias += call.bias_head;
-    head++;
-    origin = first_edge;
-  }
-
   AB_INLINE const float *row_or_null(const Rows<const float> &rows, int64_t i) {
     return rows.data ? rows[i] : nullptr;
   }

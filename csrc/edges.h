@@ -279,7 +279,7 @@ static void backward_items(const Plan &plan, const Lists &rows, int64_t first, i
 
 // dk and dv of column j from all heads that share it; `i` counts these in the wave.
 template <class Kernel>
-static void whole_column(const Plan &plan, const Lists &rows, const Lists &columns, Kernel kernel,
+static void whole_column(const Plan &plan, const Lists &rows, const Lists &columns, const Kernel &kernel,
                          int64_t first, int64_t i, int64_t j) {
   alignas(64) float key_sums[MOST], value_sums[MOST];
   const bool keys = kernel.dk.data, values = kernel.dv.data;
@@ -287,10 +287,9 @@ static void whole_column(const Plan &plan, const Lists &rows, const Lists &colum
   const float *value_from = values ? kernel.row_or_null(kernel.dv_before, j) : nullptr;
   float *key_sum = keys ? collect(kernel.dk[j], key_sums) : nullptr;
   float *value_sum = values ? collect(kernel.dv[j], value_sums) : nullptr;
-  for (int64_t s = 0; s < plan.share(); s++) {
+  const auto add = [&](const Kernel &head, int64_t s) AB_LAMBDA {
     const int64_t g = plan.group(first + i + s), begin = columns.begin(g, j), end = columns.begin(g, j + 1);
-    if (s) kernel.next_head(rows.begin(g, 0));
-    if (begin == end) continue;
+    if (begin == end) return;
     if (Lists::is_long(end - begin)) {
       int64_t p = columns.bound[g];
       while (columns.piece[p].row != j) p++;
@@ -300,12 +299,14 @@ static void whole_column(const Plan &plan, const Lists &rows, const Lists &colum
       pieces += round_up(plan.call.D, 16);
       if (values) add_rows(value_from, plan.call.E, pieces, count, stride, value_sum);
     } else {
-      kernel.column(j, begin, end, plan.hand(i + s), plan.stats(i + s), key_from, key_sum, value_from,
-                    value_sum);
+      head.column(j, begin, end, plan.hand(i + s), plan.stats(i + s), key_from, key_sum, value_from,
+                  value_sum);
     }
     key_from = key_sum;
     value_from = value_sum;
-  }
+  };
+  add(kernel, 0);
+  for (int64_t s = 1; s < plan.share(); s++) add(kernel_of<Kernel>(plan, rows, first + i + s), s);
   if (keys && key_from != key_sum) scale_row(1.0f, key_from, plan.call.D, key_sum);
   if (values && value_from != value_sum) scale_row(1.0f, value_from, plan.call.E, value_sum);
   if (keys) narrow(kernel.dk[j], key_sum, plan.call.D);
