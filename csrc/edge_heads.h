@@ -113,32 +113,42 @@ AB_INLINE void prefetch_heads(const Rows<const T> &rows, int64_t i, int64_t head
   }
 }
 
+// The products of head_dots for COUNT edges at once.
+template <int L, class S, int COUNT, class T>
+AB_INLINE void dots_step(const T *x, int64_t x_head, const Rows<const T> &rows, int64_t head,
+                         const int32_t *row, float *s) {
+  F sum[L * COUNT] = {};
+  AB_UNROLL
+  for (int i = 0; i < COUNT; i++) {
+    const T *p = rows[row[i]];
+    AB_UNROLL
+    for (int h = 0; h < L; h++) {
+      AB_UNROLL
+      for (int c = 0; c < S::N; c++) {
+        sum[i * L + h] += load(x + h * x_head + c * VL) * load(p + h * head + c * VL);
+      }
+    }
+  }
+  store_sums<L * COUNT>(sum, s);
+}
+
 // s[j][h] = x_h . rows_h[row[j]], where head h lies `head` numbers further on; 0 for rows without numbers.
 template <int L, class S, class T>
 AB_APART void head_dots(const T *x, int64_t x_stride, const Rows<const T> &rows, int64_t stride,
                         const int32_t *row, int64_t n, float *s) {
-  constexpr int N = S::N;
   const int64_t x_head = S::head(x_stride), head = S::head(stride);
   if (rows.size == 0) {
     memset(s, 0, sizeof(float) * (size_t)round_up(n * L, Packed<L>::STRIDE));
     return;
   }
-  constexpr int COPIES = Packed<L>::COPIES, J = L * COPIES;
-  for (int64_t j = 0; j < n; j += COPIES) {
-    F sum[J] = {};
-    AB_UNROLL
-    for (int i = 0; i < COPIES; i++) {
-      const T *p = rows[row[j + i < n ? j + i : n - 1]];
-      AB_UNROLL
-      for (int h = 0; h < L; h++) {
-        AB_UNROLL
-        for (int c = 0; c < N; c++) {
-          sum[i * L + h] += load(x + h * x_head + c * VL) * load(p + h * head + c * VL);
-        }
-      }
-    }
-    store_sums<J>(sum, s + j * L);
+  constexpr int COPIES = Packed<L>::COPIES;
+  int64_t j = 0;
+  for (; j + COPIES <= n; j += COPIES) dots_step<L, S, COPIES>(x, x_head, rows, head, row + j, s + j * L);
+  if (COPIES > 2 && j + 2 <= n) {
+    dots_step<L, S, 2>(x, x_head, rows, head, row + j, s + j * L);
+    j += 2;
   }
+  if (COPIES > 1 && j < n) dots_step<L, S, 1>(x, x_head, rows, head, row + j, s + j * L);
 }
 
 // y_h = alpha[h] * from_h + sum_j w[j][h] * rows_h[row[j]]. The weights of edge j are at w + j * L, or at
@@ -243,13 +253,16 @@ AB_APART void head_weights(float *s, int64_t n, bool fresh, float *m, float *l, 
   constexpr int PARTS = Packed<L>::PARTS;
   constexpr int64_t STRIDE = Packed<L>::STRIDE;
   Lanes<L> most, sum = {}, by, base;
-  fill_up(s, n * L, -INFINITY);
+  // Not filled up in memory, where the next load would wait for a store of some lanes.
+  const auto score = [&](int64_t j) AB_LAMBDA {
+    return Packed<L>::COPIES > 1 ? first_lanes(load(s + j), n * L - j, -INFINITY) : load(s + j);
+  };
   AB_UNROLL
   for (int i = 0; i < PARTS; i++) most.part[i] = splat(-INFINITY);
   if (!fresh) most = lanes_of<L>(m);
   for (int64_t j = 0; j < n * L; j += STRIDE) {
     AB_UNROLL
-    for (int i = 0; i < PARTS; i++) most.part[i] = maximum(most.part[i], load(s + j + i * VL));
+    for (int i = 0; i < PARTS; i++) most.part[i] = maximum(most.part[i], score(j + i * VL));
   }
   AB_UNROLL
   for (int i = 0; i < PARTS; i++) {
@@ -259,7 +272,7 @@ AB_APART void head_weights(float *s, int64_t n, bool fresh, float *m, float *l, 
   for (int64_t j = 0; j < n * L; j += STRIDE) {
     AB_UNROLL
     for (int i = 0; i < PARTS; i++) {
-      const F p = exp_of(load(s + j + i * VL) - base.part[i]);
+      const F p = exp_of(score(j + i * VL) - base.part[i]);
       store(s + j + i * VL, p);
       sum.part[i] += p;
     }
