@@ -112,10 +112,10 @@ int32_t check(const ab_call *call, bool backward) {
 void want_large_pages([[maybe_unused]] void *data, [[maybe_unused]] int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
   constexpr uintptr_t PAGE = 2 << 20;
-  if (!data || bytes < 2 * (int64_t)PAGE) return;
+  if (!data || bytes < (int64_t)PAGE) return;
   const uintptr_t first = ((uintptr_t)data + PAGE - 1) / PAGE * PAGE;
   const uintptr_t last = ((uintptr_t)data + (uintptr_t)bytes) / PAGE * PAGE;
-  madvise((void *)first, last - first, MADV_HUGEPAGE);  // if refused, nothing is lost
+  if (first < last) madvise((void *)first, last - first, MADV_HUGEPAGE);  // if refused, nothing is lost
 #endif
 }
 

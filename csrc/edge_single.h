@@ -289,13 +289,14 @@ struct Single {
   // lse, and what is subtracted from dO . v: dO . out - dlse. Both 0 for an empty row,
   // whose lse is a constant.
   void statistics(int64_t i, float *both) const {
-    F sum = {};
-    int64_t c = 0;
-    for (; c + VL <= o.size; c += VL) sum += load(o[i] + c) * load(dout[i] + c);
-    if (c < o.size) sum += load_some(o[i] + c, o.size - c) * load_some(dout[i] + c, o.size - c);
+    alignas(64) float wide[MOST + VL], sum[VL];
+    dots(widen(dout[i], dout.size, wide), v, nullptr, 0, sum, o[i]);
+    statistics(i, sum[0], both);
+  }
+  void statistics(int64_t i, float dout_out, float *both) const {
     const bool empty = lse[i] == -INFINITY;
     both[0] = empty ? 0.0f : lse[i];
-    both[1] = empty ? 0.0f : ordered_sum(sum) - (dlse ? dlse[i] : 0.0f);
+    both[1] = empty ? 0.0f : dout_out - (dlse ? dlse[i] : 0.0f);
   }
 
   // s becomes p and d, which holds dO . v, the gradient by q . k; `slopes` becomes that by the score.
@@ -365,11 +366,11 @@ struct Single {
       const int64_t at = ptr[i] - first, n = ptr[i + 1] - ptr[i];
       float both[2];
       fetch_keys(i, ptr[i], n);
-      statistics(i, both);
+      dots(widen(q[i], q.size, wide), k, key + at, n, s + at);
+      dots(widen(dout[i], dout.size, wide), v, key + at, n, d + at, o[i]);
+      statistics(i, d[at + n], both);
       spread(both[0], n, lse_ + at);
       spread(both[1], n, delta + at);
-      dots(widen(q[i], q.size, wide), k, key + at, n, s + at);
-      dots(widen(dout[i], dout.size, wide), v, key + at, n, d + at);
     }
     scores(s, slopes, total);
     add_bias(s, first, nullptr, total);

@@ -67,14 +67,17 @@ struct Plan {
   const ab_call &call;
   const ab_call *before;
   int64_t step, steps, wave;  // wave in steps
+  int64_t share;              // query heads of a key head
   HeadScratch head;
   char *scratch;  // of the wave's heads
   int64_t fused;  // heads that go together where rows are short enough; 0 = one by one
   bool by_node;   // the heads of a node lie together: items of equal rows then follow each other
   Fetch fetch;
 
-  int64_t share() const { return call.H / call.Hk; }
-  int64_t group(int64_t unit) const { return group_of(call.layout, unit / call.H, unit % call.H); }
+  // Asked for every column: no divisions where there is nothing to divide.
+  int64_t group(int64_t unit) const {
+    return call.layout.groups == 1 ? 0 : group_of(call.layout, unit / call.H, unit % call.H);
+  }
   // Task t of `tasks` for each of `heads`: which head, and which of its tasks.
   int64_t head_of(int64_t t, int64_t heads, int64_t tasks) const { return by_node ? t % heads : t / tasks; }
   int64_t task_of(int64_t t, int64_t heads, int64_t tasks) const { return by_node ? t / heads : t % tasks; }
@@ -123,7 +126,9 @@ static int64_t wave_bytes(const ab_call &call, bool backward) {
 
 AB_INLINE Plan make_plan(const ab_call &call, const ab_call *before, bool backward, char *scratch,
                          const Lists &rows, const Lists &columns) {
-  Plan plan = {call, before, edge_step(call), 0, 0, {}, scratch, fused_heads(call), by_node(call), {}};
+  Plan plan = {
+      call,          before, edge_step(call), 0, 0, call.H / call.Hk, {}, scratch, fused_heads(call),
+      by_node(call), {}};
   plan.fetch = what_to_fetch(call, backward, rows);
   int64_t edges = 0;
   for (int64_t g = 0; g < rows.groups; g++) edges = max64(edges, rows.edges_of(g));
@@ -306,7 +311,7 @@ static void whole_column(const Plan &plan, const Lists &rows, const Lists &colum
     value_from = value_sum;
   };
   add(kernel, 0);
-  for (int64_t s = 1; s < plan.share(); s++) add(kernel_of<Kernel>(plan, rows, first + i + s), s);
+  for (int64_t s = 1; s < plan.share; s++) add(kernel_of<Kernel>(plan, rows, first + i + s), s);
   if (keys && key_from != key_sum) scale_row(1.0f, key_from, plan.call.D, key_sum);
   if (values && value_from != value_sum) scale_row(1.0f, value_from, plan.call.E, value_sum);
   if (keys) narrow(kernel.dk[j], key_sum, plan.call.D);
@@ -316,7 +321,7 @@ static void whole_column(const Plan &plan, const Lists &rows, const Lists &colum
 // The first of the heads that share column j for which it is long; share() when there is none.
 AB_INLINE int64_t first_long(const Plan &plan, const Lists &columns, int64_t unit, int64_t j) {
   int64_t s = 0;
-  while (s < plan.share() && !Lists::is_long(columns.size(plan.group(unit + s), j))) s++;
+  while (s < plan.share && !Lists::is_long(columns.size(plan.group(unit + s), j))) s++;
   return s;
 }
 
@@ -333,7 +338,7 @@ static void column_item(const Plan &plan, const Lists &rows, const Lists &column
     if (fused == 8 && i % 8 == 0) fused_columns<8>(kernel, begin, end, ptr, plan.hand(i));
     if (fused == 4 && i % 4 == 0) fused_columns<4>(kernel, begin, end, ptr, plan.hand(i));
     for (int64_t j = begin; !fused && j < end; j++) {
-      if (columns.pieces && first_long(plan, columns, first + i, j) < plan.share()) continue;
+      if (columns.pieces && first_long(plan, columns, first + i, j) < plan.share) continue;
       whole_column(plan, rows, columns, kernel, first, i, j);
     }
     return;
@@ -370,7 +375,7 @@ static int32_t backward_with(const ab_call &call, const ab_call *before, char *s
   const Plan plan = make_plan(call, before, true, scratch + 2 * bytes, rows, columns);
   const bool by_column = hands_over(call), by_row = by_column || call.dq.data || call.dedge_bias;
   const int64_t row_tasks = by_row ? rows.items + rows.pieces : 0;
-  const int64_t share = plan.share(), merges = by_column ? share * columns.pieces : 0;
+  const int64_t share = plan.share, merges = by_column ? share * columns.pieces : 0;
   const int64_t column_tasks = by_column ? columns.items + merges : 0;
 #pragma omp parallel num_threads(call.threads)
   for (int64_t done = 0; done < plan.steps; done += plan.wave) {
