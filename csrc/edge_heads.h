@@ -345,8 +345,7 @@ static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const in
     }
     float *most = m[0], *total = l[0];
     for (int64_t j = 0; j < round_up((end - row) * L, VL); j += VL) {
-      const F sum = load(total + j), lse = load(most + j) + ln_of(sum);
-      store(most + j, sum > F{} ? lse : splat(-INFINITY));
+      store(most + j, lse_of(load(most + j), load(total + j)));
     }
     for (int h = 0; h < L; h++) {
       for (int64_t i = row; i < end; i++) a.lse[h * Q + i] = m[i - row][h];

@@ -17,7 +17,11 @@ struct Softmax {
 };
 
 AB_INLINE float finite_or_0(float m) { return m == -INFINITY ? 0.0f : m; }
-AB_INLINE float lse_of(float m, float l) { return l > 0.0f ? m + logf(l) : -INFINITY; }
+AB_INLINE float lse_of(float m, float l) { return l == 0.0f ? -INFINITY : m + logf(l); }
+AB_INLINE F lse_of(F m, F l) {  // ln_of() makes a number of NaN
+  const F lse = l == F{} ? splat(-INFINITY) : m + ln_of(l);
+  return l == l ? lse : l;
+}
 AB_INLINE float inverse_or_0(float l) { return l > 0.0f ? 1.0f / l : 0.0f; }
 
 template <class T>
@@ -246,12 +250,11 @@ struct Single {
       narrow(out[i], y, out.size);
     }
     for (int64_t i = row; i < end; i += VL) {
-      const F sum = load(l + (i - row)), value = load(m + (i - row)) + ln_of(sum);
-      const F safe = sum > splat(0.0f) ? value : splat(-INFINITY);
+      const F value = lse_of(load(m + (i - row)), load(l + (i - row)));
       if (i + VL <= end) {
-        store(lse + i, safe);
+        store(lse + i, value);
       } else {
-        store_some(lse + i, safe, end - i);
+        store_some(lse + i, value, end - i);
       }
     }
   }

@@ -21,7 +21,7 @@ struct State {
 // `bias` is for them, too, or NULL; `kept` has a bit for each that dropout keeps, or is NULL.
 static float weigh_few(const Score &score, float *scores, const float *bias, const int32_t *bits,
                        const uint32_t *kept, int64_t first, int64_t count, State state) {
-  const F factor = splat(score.late);
+  F factor = splat(score.late);
   F highest = splat(-INFINITY), sum = F{};
   for (int64_t j = first; j < count; j += VL) {
     const F raw = score.raw(load(scores + j));
@@ -32,6 +32,10 @@ static float weigh_few(const Score &score, float *scores, const float *bias, con
   }
   const float before = *state.top, here = largest(highest * factor);
   const float top = before >= here ? before : here;  // `here` when it is NaN
+  if (any_large(splat(top))) {                       // as in tiles: scores rounded as their maximum is
+    for (int64_t j = first; j < count; j += VL) store(scores + j, load(scores + j) * factor);
+    factor = splat(1.0f);
+  }
   for (int64_t j = first; j < count; j += VL) {
     const F p = exp2_of(load(scores + j) * factor - splat(top));
     sum += p;

@@ -17,6 +17,15 @@ constexpr bool FUSED = false;
 
 constexpr float LOWEST = -FLT_MAX;  // where maxima start: finite, so that -inf - LOWEST is -inf
 
+constexpr float LARGE = 16777216.0f;  // 2^24: from here on a rounding of scores is more than 1
+
+// Whether one of the maxima is large; those of rows without keys yet are not.
+AB_INLINE bool any_large(F top) {
+  const F limit = splat(LARGE), least = splat(LOWEST);
+  const F bounded = top > limit ? limit : top;
+  return any_differs((top < -limit) & (top > least) ? -limit : bounded, top);
+}
+
 struct Score {
   float sign;          // what q or k is packed with: 1, -1 or 0, so that `factor` is positive
   float factor;        // score = factor * raw(sign * q.k), in units of 1 / unit

@@ -146,6 +146,16 @@ static void drop_keys(const ab_call &call, const Block &block, const Panel &pane
   }
 }
 
+// Multiply the scores and round them, as the row's maximum was: the FMA below would subtract that from a
+// product that is not rounded, and of large scores leave more than a float's exponent. Returns what is left
+// to multiply by.
+static F round_scores(float *scores, const Run *runs, int64_t count, F factor) {
+  for (const Run *run = runs; run < runs + count; run++)
+    for (float *x = scores + run->first * LANES; x < scores + (run->first + run->count) * LANES; x += VL)
+      store(x, load(x) * factor);
+  return splat(1.0f);
+}
+
 // Add a block of keys to a panel of queries that starts at `lane` of the tile.
 template <class M>
 static void add_block(const ab_call &call, const Score &score, const Block &block, const Panel &panel,
@@ -157,15 +167,18 @@ static void add_block(const ab_call &call, const Score &score, const Block &bloc
   alignas(64) float keep[LANES];
   bool moved = false;
   F total[2], sum[2] = {};
-  const F factor = splat(score.late * block.share);
+  F factor = splat(score.late * block.share);
+  bool large = false;
   for (int c = 0; c < 2; c++) {
     F before = load(panel.top + c * VL);
     top[c] = maximum(before, top[c] * factor);
+    large |= any_large(top[c]);
     F share = exp2_of(before - top[c]);
     store(keep + c * VL, share);
     total[c] = load(panel.total + c * VL) * share;
     moved |= any_differs(before, top[c]);
   }
+  if (large) factor = round_scores(scores, runs, count, factor);
   for (const Run *run = runs; run < runs + count; run++) {
     float *x = scores + run->first * LANES;
     const float *stop = x + run->count * LANES;

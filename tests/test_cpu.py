@@ -55,6 +55,18 @@ def test_float32(relation, shape, tile):
     check(make_call(RELATIONS[relation], shape, tile=tile))
 
 
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e9])
+@pytest.mark.parametrize("queries", [3, 64])
+def test_scores_beyond_a_rounding_of_one(queries, size):
+    """One key has all of the weight; which it is must not be lost where numbers are rounded."""
+    q, k, v = torch.randn(3, 1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
+    q, k = q[:, :, :queries] * size, k * size
+    for relation in (ab.Full(), ab.Causal()):
+        out = ab.attention(q, k, v, relation, backend="cpu")
+        truth = ab.attention(q.double(), k.double(), v.double(), relation, backend="reference")
+        torch.testing.assert_close(out, truth.float(), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("relation", ["full", "causal", "scattered"])

@@ -200,11 +200,14 @@ def test_a_bias_that_is_no_number_is_seen_in_its_row(backend, wrong):
     graph = make_graph()
     bias = torch.zeros(400)
     bias[5] = wrong
-    q, k, v = torch.randn(3, 1, 2, SOURCES, 4)
-    out = ab.attention(q[:, :, :N], k, v, graph, terms=[ab.EdgeBias(bias)], backend=backend)
     row = int(graph.edge_index[1, 5])
-    assert out[:, :, row].isnan().all()
-    assert out.isnan().sum() == out[:, :, row].numel()
+    for heads, size in ((2, 4), (8, 16), (4, 32)):
+        q, k, v = torch.randn(3, 1, heads, SOURCES, size)
+        terms = [ab.EdgeBias(bias)]
+        out, lse = ab.attention(q[:, :, :N], k, v, graph, terms=terms, return_lse=True, backend=backend)
+        assert out[:, :, row].isnan().all() and out.isnan().sum() == heads * size
+        is_wrong = lse.isnan() | (lse == torch.inf)
+        assert is_wrong[:, :, row].all() and is_wrong.sum() == heads
 
 
 def test_what_an_intersection_drops_gets_no_gradient(backend):

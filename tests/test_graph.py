@@ -157,6 +157,12 @@ def test_data_and_batch_of_pyg() -> None:
         ab.Graph(both)
 
 
+def test_edge_index_of_pyg_is_no_matrix() -> None:
+    pyg = pytest.importorskip("torch_geometric")
+    with pytest.raises(TypeError, match=r"adjacency: wanted a matrix, got EdgeIndex"):
+        ab.Graph.from_adjacency(pyg.EdgeIndex(EDGES, sparse_size=(5, 5)))
+
+
 def test_edge_index_of_pyg() -> None:
     made = pytest.importorskip("torch_geometric.edge_index").EdgeIndex
     known = made(EDGES, sparse_size=(5, 5))
@@ -289,6 +295,20 @@ BAD = [
         ValueError,
         "adjacency: wanted 2 sparse dimensions, got 1",
     ),
+    (
+        lambda: ab.Graph.from_adjacency(SimpleNamespace(edge_index=EDGES)),
+        TypeError,
+        r"adjacency: wanted a matrix, got SimpleNamespace; Graph\(\.\.\.\) takes it",
+    ),
+    *(
+        (
+            lambda given=given: ab.Graph.from_adjacency(given),
+            TypeError,
+            rf"adjacency: wanted a matrix \[queries, keys\], got {type(given).__name__}$",
+        )
+        for given in (None, "matrix", [[0, 1], [1]])
+    ),
+    (lambda: ab.Graph.batch([EDGES]), TypeError, r"graphs\[0\]: wanted a Graph, got Tensor"),
     (lambda: ab.Graph.from_csr([], []), ValueError, r"ptr: wanted \[queries \+ 1\] offsets, got none"),
     (
         lambda: ab.Graph.from_csr([0, 3], [0, 0]),
@@ -339,7 +359,7 @@ BAD = [
     (
         lambda: ab.Graph(torch.ones(2, 2, dtype=torch.int64).to_sparse(), num_nodes=3),
         TypeError,
-        "edge_index: wanted a dense tensor, got torch.sparse_coo",
+        r"edge_index: wanted \[2, E\], got a sparse matrix; Graph.from_adjacency takes it, row = query",
     ),
     (
         lambda: ab.Graph.from_batch([[0], [1]], None),

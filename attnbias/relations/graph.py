@@ -140,6 +140,9 @@ class Graph(Listed):
     def batch(cls, graphs: Sequence[Graph]) -> Graph:
         """Several graphs side by side as one block-diagonal graph, edges in the order given."""
         graphs = list(graphs)
+        for i, graph in enumerate(graphs):
+            if not isinstance(graph, Graph):
+                raise TypeError(f"graphs[{i}]: wanted a Graph, got {type(graph).__name__}")
         sizes = np.array([graph._sizes for graph in graphs], np.int64).reshape(-1, 2)
         edges = [graph.edge_index for graph in graphs]
         counts = torch.tensor([x.shape[1] for x in edges], dtype=torch.int64)

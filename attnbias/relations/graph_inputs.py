@@ -24,6 +24,10 @@ def read_edges(given: Any) -> tuple[Any, Size | None]:
         raise TypeError(
             "edge_index: a HeteroData has several kinds of edges; wanted one, as data['a', 'to', 'b']"
         )
+    if hasattr(given, "tocoo") or (isinstance(given, Tensor) and given.layout != torch.strided):
+        raise TypeError(
+            "edge_index: wanted [2, E], got a sparse matrix; Graph.from_adjacency takes it, row = query"
+        )
     if isinstance(given, Tensor | np.ndarray) or not hasattr(given, "keys"):
         return given, None
     edge_index = getattr(given, "edge_index", None)
@@ -47,6 +51,8 @@ def read_adjacency(matrix: Any) -> tuple[Tensor, Tensor, Size]:
     Takes dense and sparse torch tensors, arrays, nested lists, scipy's sparse matrices and arrays, and
     torch_sparse's ``SparseTensor``. Every stored entry of a sparse matrix counts, zeros too.
     """
+    if hasattr(matrix, "sparse_size") or hasattr(matrix, "edge_index"):  # EdgeIndex, Data
+        raise TypeError(f"adjacency: wanted a matrix, got {type(matrix).__name__}; Graph(...) takes it")
     if hasattr(matrix, "sparse_sizes"):  # SparseTensor
         row, column, _ = matrix.coo()
         rows, columns = matrix.sparse_sizes()
@@ -56,7 +62,10 @@ def read_adjacency(matrix: Any) -> tuple[Tensor, Tensor, Size]:
         shape = _two_sizes(entries.shape)
         row, column = (torch.from_numpy(np.asarray(x, np.int64)) for x in (entries.row, entries.col))
         return row, column, shape
-    tensor = torch.as_tensor(matrix).detach()
+    try:
+        tensor = torch.as_tensor(matrix).detach()
+    except (RuntimeError, TypeError, ValueError):
+        raise TypeError(f"adjacency: wanted a matrix [queries, keys], got {type(matrix).__name__}") from None
     shape = _two_sizes(tensor.shape)
     if tensor.layout == torch.strided:
         row, column = tensor.nonzero().T
