@@ -114,6 +114,7 @@ class Spec(NamedTuple):
     needs_k: bool = False
     needs_v: bool = False
     needs_key_bias: bool = False
+    is_grouped: bool = False  # heads that share keys, where it matters
     has_levels: bool = False  # a multi-level score, see levels.py
     depths: int = 0  # how many levels there are
     per_pair: bool = False  # divide by the number of levels that a pair shares

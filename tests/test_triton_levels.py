@@ -42,6 +42,19 @@ def test_results_and_gradients(name):
 
 
 @interpreted
+@pytest.mark.parametrize("heads", [1, 2])
+def test_depths_of_one_loop(heads):
+    """Full tiles of three depths, two of which read a part of its chunk: sums must not get the rest."""
+    score = ab.MultiLevel([3, 6, 7], widths=[None, 128, 64])
+    q, k, v = make_inputs(1, 1, heads, 1, 192, 130, 16, 16)
+    layout = ab.Layout.build(ab.Full(), 192, 130, tile=64, form="tiles", score=score)
+    by_depth = layout.k_ptr.diff(dim=-1).sum((0, 1)).tolist()
+    assert min(by_depth[1:4]) > 0, by_depth
+    found = ab.verify(q, k, v, layout, score=score, backend="triton")
+    assert found.ok, found
+
+
+@interpreted
 @pytest.mark.parametrize("q_start", [-7, 60])
 def test_positions(q_start):
     score = ab.MultiLevel([4, 4, 8], widths=[None, 60, 20])
