@@ -163,17 +163,19 @@ def test_blocks_by_a_product(width, q_start):
 @not_interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("cc", static.CAPABILITIES)
-def test_tensor_work_falls_with_the_prefix(cc):
+@pytest.mark.parametrize("d", static.PREFIXES)
+def test_tensor_work_falls_with_the_prefix(cc, d):
     """Static: each loop multiplies its prefix's chunks alone, and no kernel spills what plain does not."""
-    found = static.figures(cc)
+    found = static.figures(cc, d)
     assert [(x.which, x.prefix) for x in found] == [
-        (which, prefix) for which in static.PRODUCTS for prefix in static.PREFIXES
+        (which, prefix) for which in static.PRODUCTS for prefix in static.PREFIXES[d]
     ]
     assert static.broken_floors(found) == []
 
 
 COUNTED = static.Figures(
     80,
+    64,
     "forward",
     16,
     "128x64 w4 s3",
@@ -216,7 +218,9 @@ def test_static_figures_are_shown_and_stored(capsys):
     rows = read("attnbias levels, triton 3.7.1")
     found = [static.Figures(**row) for row in rows.values()]
     assert [x.name for x in found] == list(rows)
-    assert len(rows) == len(static.CAPABILITIES) * len(static.PRODUCTS) * len(static.PREFIXES)
+    assert len(rows) == len(static.CAPABILITIES) * len(static.PRODUCTS) * sum(
+        map(len, static.PREFIXES.values())
+    )
     assert static.broken_floors(found) == []
     static.show(found)
-    assert capsys.readouterr().out.count("sm_") == 12
+    assert capsys.readouterr().out.count("sm_") == 24
