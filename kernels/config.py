@@ -168,6 +168,7 @@ _LEVELS: dict[tuple[int, int, int], dict[str, str]] = {
     (90, 128, 128): {"backward_key": "64x128 w8 s3 F"},
     (100, 64, 128): {"forward": "128x64 w4 s3 N A P E2", "backward_key": "64x128 w8 s2 N A"},
     (100, 128, 128): {"forward": "128x64 w4 s2 N A P", "backward_key": "32x128 w4 s2 N A"},
+    (120, 64, 128): {"backward_key": "64x64 w4 s2 F"},
     (120, 128, 128): {"backward_key": "32x128 w8 s2 N F"},
 }
 _LEVELS_SINCE_3_9 = {**_LEVELS, (90, 64, 128): {"backward_query": "64x64 w4 s3 N"}}
