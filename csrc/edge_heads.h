@@ -4,15 +4,18 @@
 #ifndef ATTNBIAS_EDGE_HEADS_H
 #define ATTNBIAS_EDGE_HEADS_H
 
+#include "edge_lists.h"
 #include "edge_single.h"
 
 namespace AB_LEVEL {
 namespace edge {
 
+constexpr int64_t LARGEST_FUSED = 32;  // numbers of a head
+
 // Heads that go together; 0 = one by one.
 AB_INLINE int64_t fused_heads(const ab_call &call) {
   const int64_t n = call.E / VL;
-  const bool small = (call.D == call.E || call.D == 0) && call.E % VL == 0 && call.E <= 32 &&
+  const bool small = (call.D == call.E || call.D == 0) && call.E % VL == 0 && call.E <= LARGEST_FUSED &&
                      (n == 1 || n == 2 || n == 4) && call.H == call.Hk && call.layout.heads == 1;
   return !small ? 0 : call.H % 8 == 0 ? 8 : call.H % 4 == 0 ? 4 : 0;
 }
@@ -90,39 +93,72 @@ AB_INLINE F fold(F x, [[maybe_unused]] const Op &op) {
   return x;
 }
 
+// What a kernel knows when it is compiled: vectors of a head, and whether the heads of a node lie next to
+// each other in all tensors, so that addresses need no index.
+template <int VECTORS, bool IS_TOGETHER>
+struct Shape {
+  enum { N = VECTORS, TOGETHER = IS_TOGETHER };
+  static constexpr int64_t head(int64_t stride) { return IS_TOGETHER ? VECTORS * VL : stride; }
+};
+
+// Fetch row i of L heads.
+template <int L, class S, class T>
+AB_INLINE void prefetch_heads(const Rows<const T> &rows, int64_t i, int64_t head) {
+  if (S::TOGETHER) {
+    constexpr int BYTES = L * S::N * VL * (int)sizeof(T);
+    AB_UNROLL
+    for (int c = 0; c < BYTES; c += 64) __builtin_prefetch((const char *)rows[i] + c, 0, 2);
+  } else {
+    for (int h = 0; h < L; h++) prefetch(Rows<const T>{rows.data + h * head, rows.stride, rows.size}, i);
+  }
+}
+
+// The products of head_dots for COUNT edges at once.
+template <int L, class S, int COUNT, class T>
+AB_INLINE void dots_step(const T *x, int64_t x_head, const Rows<const T> &rows, int64_t head,
+                         const int32_t *row, float *s) {
+  F sum[L * COUNT] = {};
+  AB_UNROLL
+  for (int i = 0; i < COUNT; i++) {
+    const T *p = rows[row[i]];
+    AB_UNROLL
+    for (int h = 0; h < L; h++) {
+      AB_UNROLL
+      for (int c = 0; c < S::N; c++) {
+        sum[i * L + h] += load(x + h * x_head + c * VL) * load(p + h * head + c * VL);
+      }
+    }
+  }
+  store_sums<L * COUNT>(sum, s);
+}
+
 // s[j][h] = x_h . rows_h[row[j]], where head h lies `head` numbers further on; 0 for rows without numbers.
-template <int L, int N, class T>
-AB_APART void head_dots(const T *x, int64_t x_head, const Rows<const T> &rows, int64_t head,
+template <int L, class S, class T>
+AB_APART void head_dots(const T *x, int64_t x_stride, const Rows<const T> &rows, int64_t stride,
                         const int32_t *row, int64_t n, float *s) {
+  const int64_t x_head = S::head(x_stride), head = S::head(stride);
   if (rows.size == 0) {
     memset(s, 0, sizeof(float) * (size_t)round_up(n * L, Packed<L>::STRIDE));
     return;
   }
-  constexpr int COPIES = Packed<L>::COPIES, J = L * COPIES;
-  for (int64_t j = 0; j < n; j += COPIES) {
-    F sum[J] = {};
-    AB_UNROLL
-    for (int i = 0; i < COPIES; i++) {
-      const T *p = rows[row[j + i < n ? j + i : n - 1]];
-      AB_UNROLL
-      for (int h = 0; h < L; h++) {
-        AB_UNROLL
-        for (int c = 0; c < N; c++) {
-          sum[i * L + h] += load(x + h * x_head + c * VL) * load(p + h * head + c * VL);
-        }
-      }
-    }
-    store_sums<J>(sum, s + j * L);
+  constexpr int COPIES = Packed<L>::COPIES;
+  int64_t j = 0;
+  for (; j + COPIES <= n; j += COPIES) dots_step<L, S, COPIES>(x, x_head, rows, head, row + j, s + j * L);
+  if (COPIES > 2 && j + 2 <= n) {
+    dots_step<L, S, 2>(x, x_head, rows, head, row + j, s + j * L);
+    j += 2;
   }
+  if (COPIES > 1 && j < n) dots_step<L, S, 1>(x, x_head, rows, head, row + j, s + j * L);
 }
 
 // y_h = alpha[h] * from_h + sum_j w[j][h] * rows_h[row[j]]. The weights of edge j are at w + j * L, or at
 // w + (place[j] - origin) * 2 L.
-template <int L, int N, class T>
+template <int L, class S, class T>
 AB_APART void head_gather(const float *w, const int32_t *place, int64_t origin, const Rows<const T> &rows,
-                          int64_t head, const int32_t *row, int64_t n, const float *alpha,
-                          const float *from, int64_t from_head, float *y, int64_t y_head) {
-  constexpr int HEADS = BLOCK / N < L ? BLOCK / N : L;
+                          int64_t stride, const int32_t *row, int64_t n, const float *alpha,
+                          const float *from, int64_t from_head, float *y, int64_t y_stride) {
+  constexpr int N = S::N, HEADS = BLOCK / N < L ? BLOCK / N : L;
+  const int64_t head = S::head(stride), y_head = S::head(y_stride);
   for (int h0 = 0; h0 < L; h0 += HEADS) {
     F sum[HEADS][N] = {};
     for (int64_t j = 0; j < n; j++) {
@@ -148,37 +184,41 @@ AB_APART void head_gather(const float *w, const int32_t *place, int64_t origin, 
 
 // Where the sums of L heads for a row are collected, and how far apart.
 template <int L>
-AB_INLINE float *collect_heads(float *row, int64_t head, float *, int64_t &y_head) {
+AB_INLINE float *collect_heads(float *row, int64_t head, int64_t, float *, int64_t &y_head) {
   y_head = head;
   return row;
 }
 template <int L, class T>
-AB_INLINE float *collect_heads(T *, int64_t, float *buffer, int64_t &y_head) {
-  y_head = MOST / L;
+AB_INLINE float *collect_heads(T *, int64_t, int64_t size, float *buffer, int64_t &y_head) {
+  y_head = size;
   return buffer;
 }
 template <int L>
 AB_INLINE void narrow_heads(float *, int64_t, const float *, int64_t) {}
 template <int L, class T>
 AB_INLINE void narrow_heads(T *row, int64_t head, const float *sums, int64_t size) {
-  for (int h = 0; h < L; h++) narrow(row + h * head, sums + h * (MOST / L), size);
+  for (int h = 0; h < L; h++) narrow(row + h * head, sums + h * size, size);
 }
 
-// Call body with D / VL as a constant.
+AB_INLINE bool are_together(const ab_call &call) {
+  const ab_tensor *of_value[] = {&call.v, &call.out, &call.dout, &call.dv};
+  const ab_tensor *of_key[] = {&call.q, &call.k, &call.dq, &call.dk};
+  bool together = true;
+  for (const ab_tensor *x : of_value) together = together && (!x->data || x->head == call.E);
+  for (const ab_tensor *x : of_key) together = together && (!x->data || !call.D || x->head == call.D);
+  return together;
+}
+
+// Call body with a Shape.
+template <bool IS_TOGETHER, class Body>
+AB_INLINE void with_size(int64_t size, const Body &body) {
+  if (size == VL) return body(Shape<1, IS_TOGETHER>());
+  if (size == 2 * VL) return body(Shape<2, IS_TOGETHER>());
+  if constexpr (4 * VL <= LARGEST_FUSED) return body(Shape<4, IS_TOGETHER>());
+}
 template <class Body>
-AB_INLINE void with_vectors(int64_t size, const Body &body) {
-  struct One {
-    enum { N = 1 };
-  };
-  struct Two {
-    enum { N = 2 };
-  };
-  struct Four {
-    enum { N = 4 };
-  };
-  if (size == VL) return body(One());
-  if (size == 2 * VL) return body(Two());
-  return body(Four());
+AB_INLINE void with_shape(const ab_call &call, const Body &body) {
+  are_together(call) ? with_size<true>(call.E, body) : with_size<false>(call.E, body);
 }
 
 template <int L, class T>
@@ -213,13 +253,16 @@ AB_APART void head_weights(float *s, int64_t n, bool fresh, float *m, float *l, 
   constexpr int PARTS = Packed<L>::PARTS;
   constexpr int64_t STRIDE = Packed<L>::STRIDE;
   Lanes<L> most, sum = {}, by, base;
-  fill_up(s, n * L, -INFINITY);
+  // Not filled up in memory, where the next load would wait for a store of some lanes.
+  const auto score = [&](int64_t j) AB_LAMBDA {
+    return Packed<L>::COPIES > 1 ? first_lanes(load(s + j), n * L - j, -INFINITY) : load(s + j);
+  };
   AB_UNROLL
   for (int i = 0; i < PARTS; i++) most.part[i] = splat(-INFINITY);
   if (!fresh) most = lanes_of<L>(m);
   for (int64_t j = 0; j < n * L; j += STRIDE) {
     AB_UNROLL
-    for (int i = 0; i < PARTS; i++) most.part[i] = maximum(most.part[i], load(s + j + i * VL));
+    for (int i = 0; i < PARTS; i++) most.part[i] = maximum(most.part[i], score(j + i * VL));
   }
   AB_UNROLL
   for (int i = 0; i < PARTS; i++) {
@@ -229,7 +272,7 @@ AB_APART void head_weights(float *s, int64_t n, bool fresh, float *m, float *l, 
   for (int64_t j = 0; j < n * L; j += STRIDE) {
     AB_UNROLL
     for (int i = 0; i < PARTS; i++) {
-      const F p = exp_of(load(s + j + i * VL) - base.part[i]);
+      const F p = exp_of(score(j + i * VL) - base.part[i]);
       store(s + j + i * VL, p);
       sum.part[i] += p;
     }
@@ -258,8 +301,8 @@ AB_APART void head_weights(float *s, int64_t n, bool fresh, float *m, float *l, 
 
 template <int L, class T>
 static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const int32_t *ptr) {
-  with_vectors(a.v.size, [&](auto vectors) AB_LAMBDA {
-    constexpr int N = decltype(vectors)::N;
+  with_shape(a.call, [&](auto shape) AB_LAMBDA {
+    typedef decltype(shape) S;
     alignas(64) float s[Packed<L>::ROOM], sums[MOST];
     alignas(64) float m[BATCH][L], l[BATCH][L], alpha[BATCH][L];
     const ab_call &call = a.call, &before = a.before ? *a.before : a.call;
@@ -274,8 +317,11 @@ static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const in
     int64_t at = 0;
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
-      a.fetch_keys(i, ptr[i], n, L);
-      head_dots<L, N>(a.q[i], call.q.head, a.k, call.k.head, a.edge_key + ptr[i], n, s + at);
+      a.fetch_ahead(i, call.K, a.edge_key, ptr[i], n, [&](int64_t key) AB_LAMBDA {
+        prefetch_heads<L, S>(a.k, key, call.k.head);
+        prefetch_heads<L, S>(a.v, key, call.v.head);
+      });
+      head_dots<L, S>(a.q[i], call.q.head, a.k, call.k.head, a.edge_key + ptr[i], n, s + at);
       at += round_up(n * L, Packed<L>::STRIDE);
     }
     a.scores(s, nullptr, at);
@@ -291,8 +337,8 @@ static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const in
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
       int64_t y_head;
-      float *y = collect_heads<L>(a.out[i], call.out.head, sums, y_head);
-      head_gather<L, N>(s + at, nullptr, 0, a.v, call.v.head, a.edge_key + ptr[i], n, alpha[i - row],
+      float *y = collect_heads<L>(a.out[i], call.out.head, a.out.size, sums, y_head);
+      head_gather<L, S>(s + at, nullptr, 0, a.v, call.v.head, a.edge_key + ptr[i], n, alpha[i - row],
                         a.row_or_null(a.out_before, i), before.out.head, y, y_head);
       narrow_heads<L>(a.out[i], call.out.head, y, a.out.size);
       at += round_up(n * L, Packed<L>::STRIDE);
@@ -310,8 +356,8 @@ static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const in
 
 template <int L, class T>
 static void fused_backward(const Single<T> &a, int64_t row, int64_t end, const int32_t *ptr, float *hand) {
-  with_vectors(a.v.size, [&](auto vectors) AB_LAMBDA {
-    constexpr int N = decltype(vectors)::N;
+  with_shape(a.call, [&](auto shape) AB_LAMBDA {
+    typedef decltype(shape) S;
     constexpr int PARTS = Packed<L>::PARTS;
     constexpr int64_t STRIDE = Packed<L>::STRIDE, ROOM = Packed<L>::ROOM;
     alignas(64) float s[ROOM], d[ROOM], slopes[ROOM], sums[MOST], lse[BATCH][L], delta[BATCH][STRIDE];
@@ -323,11 +369,14 @@ static void fused_backward(const Single<T> &a, int64_t row, int64_t end, const i
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
       const int32_t *key = a.edge_key + ptr[i], self = (int32_t)i;
-      a.fetch_keys(i, ptr[i], n, L);
-      head_dots<L, N>(a.dout[i], call.dout.head, a.o, call.out.head, &self, 1, delta[i - row]);
+      a.fetch_ahead(i, call.K, a.edge_key, ptr[i], n, [&](int64_t key) AB_LAMBDA {
+        prefetch_heads<L, S>(a.k, key, call.k.head);
+        prefetch_heads<L, S>(a.v, key, call.v.head);
+      });
+      head_dots<L, S>(a.dout[i], call.dout.head, a.o, call.out.head, &self, 1, delta[i - row]);
       for (int h = 0; a.dlse && h < L; h++) delta[i - row][h] -= a.dlse[h * call.Q + i];
-      head_dots<L, N>(a.q[i], call.q.head, a.k, call.k.head, key, n, s + at);
-      head_dots<L, N>(a.dout[i], call.dout.head, a.v, call.v.head, key, n, d + at);
+      head_dots<L, S>(a.q[i], call.q.head, a.k, call.k.head, key, n, s + at);
+      head_dots<L, S>(a.dout[i], call.dout.head, a.v, call.v.head, key, n, d + at);
       at += round_up(n * L, Packed<L>::STRIDE);
     }
     a.scores(s, slopes, at);
@@ -360,8 +409,8 @@ static void fused_backward(const Single<T> &a, int64_t row, int64_t end, const i
       }
       if (a.dq.data) {
         int64_t y_head;
-        float *y = collect_heads<L>(a.dq[i], call.dq.head, sums, y_head);
-        head_gather<L, N>(d + at, nullptr, 0, a.k, call.k.head, a.edge_key + ptr[i], n, nullptr,
+        float *y = collect_heads<L>(a.dq[i], call.dq.head, a.dq.size, sums, y_head);
+        head_gather<L, S>(d + at, nullptr, 0, a.k, call.k.head, a.edge_key + ptr[i], n, nullptr,
                           a.row_or_null(a.dq_before, i), before.dq.head, y, y_head);
         narrow_heads<L>(a.dq[i], call.dq.head, y, a.dq.size);
       }
@@ -371,16 +420,16 @@ static void fused_backward(const Single<T> &a, int64_t row, int64_t end, const i
 }
 
 // row_h = from_h + sum over the edges [first, last) of a column of handed weights times rows_h.
-template <int L, int N, class T>
+template <int L, class S, class T>
 AB_INLINE void fused_sum(const Single<T> &a, const float *hand, const Rows<const T> &rows, int64_t head,
                          int64_t first, int64_t last, const float *from, int64_t from_head, T *row,
                          int64_t row_head) {
   alignas(64) float sums[MOST];
   int64_t y_head;
-  float *y = collect_heads<L>(row, row_head, sums, y_head);
+  float *y = collect_heads<L>(row, row_head, rows.size, sums, y_head);
   do {
     const int64_t n = min64(last - first, CHUNK);
-    head_gather<L, N>(hand, a.col_edge + first, a.origin, rows, head, a.col_query + first, n, nullptr, from,
+    head_gather<L, S>(hand, a.col_edge + first, a.origin, rows, head, a.col_query + first, n, nullptr, from,
                       from_head, y, y_head);
     from = y;
     from_head = y_head;
@@ -389,20 +438,29 @@ AB_INLINE void fused_sum(const Single<T> &a, const float *hand, const Rows<const
   narrow_heads<L>(row, row_head, y, rows.size);
 }
 
-// dk and dv of column j, from what fused_backward handed over.
+// dk and dv of some columns, from what fused_backward handed over; long ones go in pieces.
 template <int L, class T>
-static void fused_column(const Single<T> &a, int64_t j, int64_t first, int64_t last, const float *hand) {
-  with_vectors(a.v.size, [&](auto vectors) AB_LAMBDA {
-    constexpr int N = decltype(vectors)::N;
+static void fused_columns(const Single<T> &a, int64_t begin, int64_t end, const int32_t *ptr,
+                          const float *hand) {
+  with_shape(a.call, [&](auto shape) AB_LAMBDA {
+    typedef decltype(shape) S;
     const ab_call &call = a.call, &before = a.before ? *a.before : a.call;
-    a.fetch_queries(j, first, min64(last - first, CHUNK), L);
-    if (a.dv.data) {
-      fused_sum<L, N>(a, hand, a.dout, call.dout.head, first, last, a.row_or_null(a.dv_before, j),
-                      before.dv.head, a.dv[j], call.dv.head);
-    }
-    if (a.dk.data) {
-      fused_sum<L, N>(a, hand + L, a.q, call.q.head, first, last, a.row_or_null(a.dk_before, j),
-                      before.dk.head, a.dk[j], call.dk.head);
+    for (int64_t j = begin; j < end; j++) {
+      const int64_t first = ptr[j], last = ptr[j + 1];
+      if (Lists::is_long(last - first)) continue;
+      a.fetch_ahead(j, call.Q, a.col_query, first, min64(last - first, CHUNK),
+                    [&](int64_t query) AB_LAMBDA {
+                      if (a.dk.data) prefetch_heads<L, S>(a.q, query, call.q.head);
+                      if (a.dv.data) prefetch_heads<L, S>(a.dout, query, call.dout.head);
+                    });
+      if (a.dv.data) {
+        fused_sum<L, S>(a, hand, a.dout, call.dout.head, first, last, a.row_or_null(a.dv_before, j),
+                        before.dv.head, a.dv[j], call.dv.head);
+      }
+      if (a.dk.data) {
+        fused_sum<L, S>(a, hand + L, a.q, call.q.head, first, last, a.row_or_null(a.dk_before, j),
+                        before.dk.head, a.dk[j], call.dk.head);
+      }
     }
   });
 }

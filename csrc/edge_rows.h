@@ -143,14 +143,14 @@ AB_INLINE void spread(float x, int64_t n, float *y) {
   for (int64_t j = 0; j < n; j += VL) store(y + j, splat(x));
 }
 
-// s[j] = x . rows[row[j]] for J neighbours at once; from `left` on the last one again. N whole vectors, or
-// as many as the rows have when N is 0.
+// s[j] = x . rows[row[j]] for J neighbours at once; from `left` on `rest` in their place. N whole vectors,
+// or as many as the rows have when N is 0.
 template <int J, int N, class T>
 AB_INLINE void dot_step(const float *x, const Rows<const T> &rows, const int32_t *row, int64_t left,
-                        float *s) {
+                        const T *rest, float *s) {
   const T *p[J];
   AB_UNROLL
-  for (int j = 0; j < J; j++) p[j] = rows[row[j < left ? j : left - 1]];
+  for (int j = 0; j < J; j++) p[j] = j < left ? rows[row[j]] : rest;
   F sum[J] = {};
   AB_UNROLL
   for (int c = 0; c < N; c++) {
@@ -178,22 +178,24 @@ AB_INLINE void dot_step(const float *x, const Rows<const T> &rows, const int32_t
 }
 
 template <int N, class T>
-AB_INLINE void dot_steps(const float *x, const Rows<const T> &rows, const int32_t *row, int64_t n,
-                         float *s) {
+AB_INLINE void dot_steps(const float *x, const Rows<const T> &rows, const int32_t *row, int64_t n, float *s,
+                         const T *also) {
+  const T *const rest = also || n == 0 ? also : rows[row[n - 1]];
   int64_t j = 0;
-  for (; j + VL <= n; j += VL) dot_step<VL, N>(x, rows, row + j, VL, s + j);
-  for (; j < n; j += 4) dot_step<4, N>(x, rows, row + j, min64(n - j, 4), s + j);
+  for (; j + VL <= n; j += VL) dot_step<VL, N>(x, rows, row + j, VL, rest, s + j);
+  for (; j < n + (also != nullptr); j += 4) dot_step<4, N>(x, rows, row + j, n - j, rest, s + j);
 }
 
-// s[j] = x . rows[row[j]] for j < n; x is widened, s has room up to a whole vector. Usual sizes have code
-// of their own, with addresses that need no index.
+// s[j] = x . rows[row[j]] for j < n, and s[n] = x . also unless that is NULL; x is widened, s has room up
+// to a whole vector. Usual sizes have code of their own, with addresses that need no index.
 template <class T>
-AB_APART void dots(const float *x, const Rows<const T> &rows, const int32_t *row, int64_t n, float *s) {
+AB_APART void dots(const float *x, const Rows<const T> &rows, const int32_t *row, int64_t n, float *s,
+                   const T *also = nullptr) {
   switch (rows.size) {
-    case 32: return dot_steps<32 / VL>(x, rows, row, n, s);
-    case 64: return dot_steps<64 / VL>(x, rows, row, n, s);
-    case 128: return dot_steps<128 / VL>(x, rows, row, n, s);
-    default: return dot_steps<0>(x, rows, row, n, s);
+    case 32: return dot_steps<32 / VL>(x, rows, row, n, s, also);
+    case 64: return dot_steps<64 / VL>(x, rows, row, n, s, also);
+    case 128: return dot_steps<128 / VL>(x, rows, row, n, s, also);
+    default: return dot_steps<0>(x, rows, row, n, s, also);
   }
 }
 
@@ -202,13 +204,10 @@ AB_APART void dots(const float *x, const Rows<const T> &rows, const int32_t *row
 // of each edge.
 enum class Fetch { nothing, diagonal, edges };
 
-// Fetch row i of `heads` heads that lie `head` numbers apart.
 template <class T>
-AB_INLINE void prefetch(const Rows<const T> &rows, int64_t i, int64_t heads, int64_t head) {
-  for (int64_t h = 0; h < heads; h++) {
-    const char *p = (const char *)(rows[i] + h * head);
-    for (int64_t c = 0; c < rows.size * (int64_t)sizeof(T); c += 64) __builtin_prefetch(p + c, 0, 2);
-  }
+AB_INLINE void prefetch(const Rows<const T> &rows, int64_t i) {
+  const char *p = (const char *)rows[i];
+  for (int64_t c = 0; c < rows.size * (int64_t)sizeof(T); c += 64) __builtin_prefetch(p + c, 0, 2);
 }
 
 // y = alpha * before + sum_j w[j] * rows[row[j]], for N vectors; several sets of sums where one would
@@ -257,6 +256,9 @@ static void gather_some(const float *w, const T *data, int64_t stride, const int
 template <class T>
 AB_APART void gather(const float *w, const Rows<const T> &rows, const int32_t *row, int64_t n, float alpha,
                      const float *before, float *y) {
+  if constexpr (64 / VL <= BLOCK) {
+    if (rows.size == 64) return gather_block<64 / VL>(w, rows.data, rows.stride, row, n, alpha, before, y);
+  }
   const int64_t vectors = rows.size / VL;
   int64_t blocks = (vectors + BLOCK - 1) / BLOCK, c = 0;
   for (; blocks > 0; blocks--) {

@@ -77,33 +77,24 @@ struct Single {
     origin = first_edge;
   }
 
-  // Go on to the next query head of the same key head.
-  void next_head(int64_t first_edge) {
-    q.data += call.q.head;
-    dout.data += call.dout.head;
-    if (bias) bias += call.bias_head;
-    head++;
-    origin = first_edge;
-  }
-
   AB_INLINE const float *row_or_null(const Rows<const float> &rows, int64_t i) {
     return rows.data ? rows[i] : nullptr;
   }
 
   // Fetch what row i reads of keys and values: n edges from `first` on. Inlined, all three: GCC takes a
   // function that does nothing but prefetch for one that does nothing.
-  inline AB_LAMBDA void fetch_keys(int64_t i, int64_t first, int64_t n, int64_t heads = 1) const {
+  inline AB_LAMBDA void fetch_keys(int64_t i, int64_t first, int64_t n) const {
     fetch_ahead(i, call.K, edge_key, first, n, [&](int64_t key) AB_LAMBDA {
-      prefetch(k, key, heads, call.k.head);
-      prefetch(v, key, heads, call.v.head);
+      prefetch(k, key);
+      prefetch(v, key);
     });
   }
 
   // The same for column j, which reads queries and the gradients of their results.
-  inline AB_LAMBDA void fetch_queries(int64_t j, int64_t first, int64_t n, int64_t heads = 1) const {
+  inline AB_LAMBDA void fetch_queries(int64_t j, int64_t first, int64_t n) const {
     fetch_ahead(j, call.Q, col_query, first, n, [&](int64_t query) AB_LAMBDA {
-      if (dk.data) prefetch(q, query, heads, call.q.head);
-      if (dv.data) prefetch(dout, query, heads, call.dout.head);
+      if (dk.data) prefetch(q, query);
+      if (dv.data) prefetch(dout, query);
     });
   }
 
@@ -298,13 +289,14 @@ struct Single {
   // lse, and what is subtracted from dO . v: dO . out - dlse. Both 0 for an empty row,
   // whose lse is a constant.
   void statistics(int64_t i, float *both) const {
-    F sum = {};
-    int64_t c = 0;
-    for (; c + VL <= o.size; c += VL) sum += load(o[i] + c) * load(dout[i] + c);
-    if (c < o.size) sum += load_some(o[i] + c, o.size - c) * load_some(dout[i] + c, o.size - c);
+    alignas(64) float wide[MOST + VL], sum[VL];
+    dots(widen(dout[i], dout.size, wide), v, nullptr, 0, sum, o[i]);
+    statistics(i, sum[0], both);
+  }
+  void statistics(int64_t i, float dout_out, float *both) const {
     const bool empty = lse[i] == -INFINITY;
     both[0] = empty ? 0.0f : lse[i];
-    both[1] = empty ? 0.0f : ordered_sum(sum) - (dlse ? dlse[i] : 0.0f);
+    both[1] = empty ? 0.0f : dout_out - (dlse ? dlse[i] : 0.0f);
   }
 
   // s becomes p and d, which holds dO . v, the gradient by q . k; `slopes` becomes that by the score.
@@ -374,11 +366,11 @@ struct Single {
       const int64_t at = ptr[i] - first, n = ptr[i + 1] - ptr[i];
       float both[2];
       fetch_keys(i, ptr[i], n);
-      statistics(i, both);
+      dots(widen(q[i], q.size, wide), k, key + at, n, s + at);
+      dots(widen(dout[i], dout.size, wide), v, key + at, n, d + at, o[i]);
+      statistics(i, d[at + n], both);
       spread(both[0], n, lse_ + at);
       spread(both[1], n, delta + at);
-      dots(widen(q[i], q.size, wide), k, key + at, n, s + at);
-      dots(widen(dout[i], dout.size, wide), v, key + at, n, d + at);
     }
     scores(s, slopes, total);
     add_bias(s, first, nullptr, total);

@@ -67,14 +67,17 @@ struct Plan {
   const ab_call &call;
   const ab_call *before;
   int64_t step, steps, wave;  // wave in steps
+  int64_t share;              // query heads of a key head
   HeadScratch head;
   char *scratch;  // of the wave's heads
   int64_t fused;  // heads that go together where rows are short enough; 0 = one by one
   bool by_node;   // the heads of a node lie together: items of equal rows then follow each other
   Fetch fetch;
 
-  int64_t share() const { return call.H / call.Hk; }
-  int64_t group(int64_t unit) const { return group_of(call.layout, unit / call.H, unit % call.H); }
+  // Asked for every column: no divisions where there is nothing to divide.
+  int64_t group(int64_t unit) const {
+    return call.layout.groups == 1 ? 0 : group_of(call.layout, unit / call.H, unit % call.H);
+  }
   // Task t of `tasks` for each of `heads`: which head, and which of its tasks.
   int64_t head_of(int64_t t, int64_t heads, int64_t tasks) const { return by_node ? t % heads : t / tasks; }
   int64_t task_of(int64_t t, int64_t heads, int64_t tasks) const { return by_node ? t / heads : t % tasks; }
@@ -123,7 +126,9 @@ static int64_t wave_bytes(const ab_call &call, bool backward) {
 
 AB_INLINE Plan make_plan(const ab_call &call, const ab_call *before, bool backward, char *scratch,
                          const Lists &rows, const Lists &columns) {
-  Plan plan = {call, before, edge_step(call), 0, 0, {}, scratch, fused_heads(call), by_node(call), {}};
+  Plan plan = {
+      call,          before, edge_step(call), 0, 0, call.H / call.Hk, {}, scratch, fused_heads(call),
+      by_node(call), {}};
   plan.fetch = what_to_fetch(call, backward, rows);
   int64_t edges = 0;
   for (int64_t g = 0; g < rows.groups; g++) edges = max64(edges, rows.edges_of(g));
@@ -151,10 +156,12 @@ AB_INLINE int64_t batch_end(const Lists &rows, int64_t g, int64_t row, int64_t e
   return next;
 }
 
-// Item t of a head's rows: a range of rows, or beyond the items a piece of a long one.
+// Item t of a head's rows: a range of rows, or beyond the items a piece of a long one. Of heads that go
+// together the first has the ranges of all.
 template <class Kernel>
 static void forward_item(const Plan &plan, const Lists &rows, int64_t first, int64_t i, int64_t t) {
-  const int64_t g = plan.group(first + i);
+  const int64_t g = plan.group(first + i), together = max64(plan.fused, 1);
+  if (t < rows.items && i % together) return;
   const Kernel kernel = kernel_of<Kernel>(plan, rows, first + i);
   if (t < rows.items) {
     const int64_t end = rows.row_at(g, (t + 1) * ITEM);
@@ -163,12 +170,14 @@ static void forward_item(const Plan &plan, const Lists &rows, int64_t first, int
       if (next > row) {
         const int32_t *ptr = rows.ptr + g * rows.rows;
         if (!plan.fused) kernel.forward_rows(row, next, ptr);
-        if (plan.fused == 8 && i % 8 == 0) fused_forward<8>(kernel, row, next, ptr);
-        if (plan.fused == 4 && i % 4 == 0) fused_forward<4>(kernel, row, next, ptr);
-      } else {
-        next = row + 1;
-        if (!Lists::is_long(rows.size(g, row)))
-          kernel.forward_row(row, rows.begin(g, row), rows.begin(g, next));
+        if (plan.fused == 8) fused_forward<8>(kernel, row, next, ptr);
+        if (plan.fused == 4) fused_forward<4>(kernel, row, next, ptr);
+        continue;
+      }
+      next = row + 1;
+      for (int64_t h = 0; h < together && !Lists::is_long(rows.size(g, row)); h++) {
+        const Kernel one = kernel_of<Kernel>(plan, rows, first + i + h);
+        one.forward_row(row, rows.begin(g, row), rows.begin(g, next));
       }
     }
   } else if (t - rows.items < rows.bound[g + 1] - rows.bound[g]) {
@@ -224,25 +233,29 @@ static int32_t forward_with(const ab_call &call, const ab_call *before, char *sc
 // As forward_item; what later passes need of a row is kept in `hand` or `stats`.
 template <class Kernel>
 static void backward_item(const Plan &plan, const Lists &rows, int64_t first, int64_t i, int64_t t) {
-  const int64_t g = plan.group(first + i);
+  const int64_t g = plan.group(first + i), together = max64(plan.fused, 1);
+  if (t < rows.items && i % together) return;
   const Kernel kernel = kernel_of<Kernel>(plan, rows, first + i);
   const bool edges = plan.call.dq.data || plan.call.dedge_bias || plan.head.hand;
-  float *stats = plan.stats(i);
   if (t < rows.items) {
     const int64_t end = rows.row_at(g, (t + 1) * ITEM);
     for (int64_t row = rows.row_at(g, t * ITEM), next; row < end; row = next) {
       next = batch_end(rows, g, row, end);
       const bool batch = next > row;
       next = batch ? next : row + 1;
-      for (int64_t j = row; stats && j < next; j++) kernel.statistics(j, stats + 2 * j);
-      if (!edges) continue;
-      if (batch) {
+      if (edges && batch) {
         const int32_t *ptr = rows.ptr + g * rows.rows;
         if (!plan.fused) kernel.backward_rows(row, next, ptr, plan.hand(i));
-        if (plan.fused == 8 && i % 8 == 0) fused_backward<8>(kernel, row, next, ptr, plan.hand(i));
-        if (plan.fused == 4 && i % 4 == 0) fused_backward<4>(kernel, row, next, ptr, plan.hand(i));
-      } else if (!Lists::is_long(rows.size(g, row))) {
-        kernel.backward_row(row, rows.begin(g, row), rows.begin(g, next), plan.hand(i));
+        if (plan.fused == 8) fused_backward<8>(kernel, row, next, ptr, plan.hand(i));
+        if (plan.fused == 4) fused_backward<4>(kernel, row, next, ptr, plan.hand(i));
+      }
+      for (int64_t h = i; h < i + together; h++) {
+        float *stats = plan.stats(h);
+        const bool alone = edges && !batch && !Lists::is_long(rows.size(g, row));
+        if (!stats && !alone) break;
+        const Kernel one = kernel_of<Kernel>(plan, rows, first + h);
+        for (int64_t j = row; stats && j < next; j++) one.statistics(j, stats + 2 * j);
+        if (alone) one.backward_row(row, rows.begin(g, row), rows.begin(g, next), plan.hand(h));
       }
     }
   } else if (edges && t - rows.items < rows.bound[g + 1] - rows.bound[g]) {
@@ -271,7 +284,7 @@ static void backward_items(const Plan &plan, const Lists &rows, int64_t first, i
 
 // dk and dv of column j from all heads that share it; `i` counts these in the wave.
 template <class Kernel>
-static void whole_column(const Plan &plan, const Lists &rows, const Lists &columns, Kernel kernel,
+static void whole_column(const Plan &plan, const Lists &rows, const Lists &columns, const Kernel &kernel,
                          int64_t first, int64_t i, int64_t j) {
   alignas(64) float key_sums[MOST], value_sums[MOST];
   const bool keys = kernel.dk.data, values = kernel.dv.data;
@@ -279,10 +292,9 @@ static void whole_column(const Plan &plan, const Lists &rows, const Lists &colum
   const float *value_from = values ? kernel.row_or_null(kernel.dv_before, j) : nullptr;
   float *key_sum = keys ? collect(kernel.dk[j], key_sums) : nullptr;
   float *value_sum = values ? collect(kernel.dv[j], value_sums) : nullptr;
-  for (int64_t s = 0; s < plan.share(); s++) {
+  const auto add = [&](const Kernel &head, int64_t s) AB_LAMBDA {
     const int64_t g = plan.group(first + i + s), begin = columns.begin(g, j), end = columns.begin(g, j + 1);
-    if (s) kernel.next_head(rows.begin(g, 0));
-    if (begin == end) continue;
+    if (begin == end) return;
     if (Lists::is_long(end - begin)) {
       int64_t p = columns.bound[g];
       while (columns.piece[p].row != j) p++;
@@ -292,12 +304,14 @@ static void whole_column(const Plan &plan, const Lists &rows, const Lists &colum
       pieces += round_up(plan.call.D, 16);
       if (values) add_rows(value_from, plan.call.E, pieces, count, stride, value_sum);
     } else {
-      kernel.column(j, begin, end, plan.hand(i + s), plan.stats(i + s), key_from, key_sum, value_from,
-                    value_sum);
+      head.column(j, begin, end, plan.hand(i + s), plan.stats(i + s), key_from, key_sum, value_from,
+                  value_sum);
     }
     key_from = key_sum;
     value_from = value_sum;
-  }
+  };
+  add(kernel, 0);
+  for (int64_t s = 1; s < plan.share; s++) add(kernel_of<Kernel>(plan, rows, first + i + s), s);
   if (keys && key_from != key_sum) scale_row(1.0f, key_from, plan.call.D, key_sum);
   if (values && value_from != value_sum) scale_row(1.0f, value_from, plan.call.E, value_sum);
   if (keys) narrow(kernel.dk[j], key_sum, plan.call.D);
@@ -307,7 +321,7 @@ static void whole_column(const Plan &plan, const Lists &rows, const Lists &colum
 // The first of the heads that share column j for which it is long; share() when there is none.
 AB_INLINE int64_t first_long(const Plan &plan, const Lists &columns, int64_t unit, int64_t j) {
   int64_t s = 0;
-  while (s < plan.share() && !Lists::is_long(columns.size(plan.group(unit + s), j))) s++;
+  while (s < plan.share && !Lists::is_long(columns.size(plan.group(unit + s), j))) s++;
   return s;
 }
 
@@ -319,17 +333,13 @@ static void column_item(const Plan &plan, const Lists &rows, const Lists &column
   if (t < columns.items) {
     const Kernel kernel = kernel_of<Kernel>(plan, rows, first + i);
     const int64_t end = columns.row_at(g, (t + 1) * ITEM);
-    const int64_t fused = plan.head.hand ? plan.fused : 0;
-    if (fused && i % fused) return;
-    for (int64_t j = columns.row_at(g, t * ITEM); j < end; j++) {
-      if (columns.pieces && first_long(plan, columns, first + i, j) < plan.share()) continue;
-      if (fused == 8) {
-        fused_column<8>(kernel, j, columns.begin(g, j), columns.begin(g, j + 1), plan.hand(i));
-      } else if (fused == 4) {
-        fused_column<4>(kernel, j, columns.begin(g, j), columns.begin(g, j + 1), plan.hand(i));
-      } else {
-        whole_column(plan, rows, columns, kernel, first, i, j);
-      }
+    const int64_t begin = columns.row_at(g, t * ITEM), fused = plan.head.hand ? plan.fused : 0;
+    const int32_t *ptr = columns.ptr + g * columns.rows;
+    if (fused == 8 && i % 8 == 0) fused_columns<8>(kernel, begin, end, ptr, plan.hand(i));
+    if (fused == 4 && i % 4 == 0) fused_columns<4>(kernel, begin, end, ptr, plan.hand(i));
+    for (int64_t j = begin; !fused && j < end; j++) {
+      if (columns.pieces && first_long(plan, columns, first + i, j) < plan.share) continue;
+      whole_column(plan, rows, columns, kernel, first, i, j);
     }
     return;
   }
@@ -365,7 +375,7 @@ static int32_t backward_with(const ab_call &call, const ab_call *before, char *s
   const Plan plan = make_plan(call, before, true, scratch + 2 * bytes, rows, columns);
   const bool by_column = hands_over(call), by_row = by_column || call.dq.data || call.dedge_bias;
   const int64_t row_tasks = by_row ? rows.items + rows.pieces : 0;
-  const int64_t share = plan.share(), merges = by_column ? share * columns.pieces : 0;
+  const int64_t share = plan.share, merges = by_column ? share * columns.pieces : 0;
   const int64_t column_tasks = by_column ? columns.items + merges : 0;
 #pragma omp parallel num_threads(call.threads)
   for (int64_t done = 0; done < plan.steps; done += plan.wave) {

@@ -258,6 +258,16 @@ def test_the_order_in_memory_does_not_matter(shape: tuple[int, ...]) -> None:
         )
 
 
+@pytest.mark.parametrize("one", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("others", ["BHLD", "BLHD"])
+@pytest.mark.parametrize("shape", [(2, 4, 4, 50, 60, 32, 32), (2, 8, 8, 50, 60, 16, 16)], ids=str)
+def test_one_tensor_lies_in_another_order(shape: tuple[int, ...], others: str, one: str) -> None:
+    layout = graph(6, 50, 60, 400)
+    case = Case.draw(0, shape, order="BLHD" if others == "BHLD" else "BHLD")
+    moved = Case.draw(0, shape, order=others)._replace(**{one: getattr(case, one)})
+    assert_same(kernel(moved, layout, Options(0.2)), kernel(Case.draw(0, shape), layout, Options(0.2)))
+
+
 @pytest.mark.parametrize("near", [False, True], ids=["far", "near"])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 900, 9000, 64, 64), (1, 8, 8, 5000, 5000, 16, 16)], ids=str)
 def test_keys_that_no_cache_holds(shape: tuple[int, ...], near: bool) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree
 
 import attnbias as ab
-from attnbias.layouts.build import costs_of
+from attnbias.layouts.costs import costs_of
 from attnbias.layouts.cache import LayoutCache
 from attnbias.layouts.layout import FIELDS, SIZES
 

@@ -250,8 +250,11 @@ def _edge_bias(call: Call, tile: _Tile) -> tuple[Tensor, Tensor]:
     place = tile.place.expand_as(bias)
     top = bias.new_full((len(bias), tile.counts.numel()), -torch.inf).scatter_reduce(1, place, bias, "amax")
     base = top.masked_fill(top == -torch.inf, 0)
-    total = torch.zeros_like(top).index_add_(1, tile.place, torch.exp(bias - base[:, tile.place]))
-    return bias, total.log() + base
+    # In float64 for the one order of sums, as the gradients.
+    total = torch.zeros_like(top, dtype=torch.float64)
+    each = torch.arange(len(bias), device=bias.device)[:, None]
+    total.index_put_((each, place), torch.exp(bias - base[:, tile.place]).double(), accumulate=True)
+    return bias, total.to(bias.dtype).log() + base
 
 
 def _places(call: Call, part: str, tile: _Tile) -> tuple[Tensor, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from .bound import Bound
+from .costs import Costs, costs_of
+from .device import lay_out
 from .edges import Edges
 from .intervals import Intervals, Ints, count_groups, pointer
-from .layout import FIELDS, SIZES, VERSION, Form, Layout, field_offsets, field_shapes
+from .layout import FIELDS, Form, Layout, empty_layout
 from .levels import add_levels
 from .predicate import Predicate
 from .tiles import (
@@ -32,47 +33,6 @@ if TYPE_CHECKING:
     from ..relations.relation import Relation
 
 ExactForm = Intervals | Edges | Predicate
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Time of one executed pair in a tile (of each size) and of one edge, in arbitrary units.
-
-    A kernel that skips what is empty inside partial tiles takes, in a row of them, the time of its pairs,
-    of ``run`` more for each run of consecutive keys and of ``partial`` more for each tile.
-    """
-
-    tile: dict[int, float]
-    edge: float
-    run: float | None  # None: nothing is skipped
-    partial: float = 0.0
-
-
-# Fitted by hand to timings of windows, grids and random pairs (Zen 4, D = 64), of the kind that
-# `attnbias bench costs` prints. Kernels skip panels of 16 keys in strips of six rows, so that a small tile
-# saves next to nothing (1.00 to 1.02). An edge takes the time of 2.2 pairs in a tile where its keys lie
-# together and of 3 where they are scattered. Windows are quicker as edges below about 55 keys, scattered
-# pairs below 37 % fill.
-CPU_COSTS = Costs(tile={128: 1.0, 64: 1.02}, edge=2.7, run=24.0, partial=24.0)
-
-# By compute capability x 10: instructions per pair in tiles of 64 over those in tiles of 128, forward, the
-# mean of D = 64 and 128; an edge takes about 45 times those of a pair (14.6 against 1223 per MFLOP on sm_80,
-# D = 64). Static: counted by `make static`, not timed. A device between two takes the older one's.
-GPU_COSTS = {
-    arch: Costs(tile={128: 1.0, 64: small}, edge=45.0, run=None)
-    for arch, small in ((80, 1.18), (86, 1.29), (90, 1.37), (100, 2.0), (120, 1.24))
-}
-
-
-def costs_of(device: torch.device) -> Costs:
-    """What pairs cost on a device."""
-    if device.type == "cpu":
-        return CPU_COSTS
-    arch = min(GPU_COSTS)
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = max((known for known in GPU_COSTS if known <= 10 * major + minor), default=arch)
-    return GPU_COSTS[arch]
 
 
 # Ranges and predicates become edges only in rows that are short: a list takes 20 bytes a pair, tiles do not.
@@ -108,6 +68,11 @@ def build_layout(
         if form == "edges":
             raise ValueError("form: wanted 'tiles' or 'auto' with a multi-level score, got 'edges'")
         form = "tiles"
+    if score is None and device.type != "cpu":
+        pairs = relation.list_pairs(q_len, k_len, start, batch, heads)
+        if pairs is not None:
+            made = lay_out(pairs, q_len, k_len, q_start=start, form=form, tile=tile, costs=costs_of(device))
+            return made.trust().to(device)
     bound = relation.bind(q_len, k_len, start, batch=batch, heads=heads, device=str(device))
     if form == "tiles" and bound.edges is not None:
         bound = _without_edges(relation, bound, start)
@@ -284,36 +249,19 @@ def _assemble(tiling: Tiling, edges: Edges, group: Ints, q_start: int) -> Layout
     used = np.unique(marks) if len(marks) else marks
     words = tiling.book.words()[used]
     by_query, by_key = (replace(side, mark=np.searchsorted(used, side.mark)) for side in (by_query, by_key))
-    sizes = dict(
-        zip(
-            SIZES,
-            (
-                VERSION,
-                q_len,
-                k_len,
-                q_start,
-                *group.shape,
-                count_groups(group),
-                tile,
-                2,
-                by_query.tiles,
-                len(words),
-                len(edges.key),
-            ),
-            strict=True,
-        )
+    layout = empty_layout(
+        q_len=q_len,
+        k_len=k_len,
+        q_start=q_start,
+        batch=group.shape[0],
+        heads=group.shape[1],
+        groups=count_groups(group),
+        tile=tile,
+        tiles=by_query.tiles,
+        patterns_count=len(words),
+        edges=len(edges.key),
     )
-    offsets, length = field_offsets(sizes)
-    if length >= 1 << 31:
-        raise ValueError(
-            f"relation: a layout of {length} entries at {q_len} x {k_len}; fewer than 2^31 are possible"
-        )
-    buffer = np.zeros(length, np.int32)
-    shapes = field_shapes(sizes)
-    view = {
-        name: buffer[offset : offset + math.prod(shapes[name])].reshape(shapes[name])
-        for name, offset in zip(FIELDS, offsets, strict=True)
-    }
+    view = {name: getattr(layout, name).numpy() for name in FIELDS}
     view["group"][:] = group
     for side, name in ((by_query, "q"), (by_key, "k")):
         if by_query.tiles:
@@ -333,8 +281,7 @@ def _assemble(tiling: Tiling, edges: Edges, group: Ints, q_start: int) -> Layout
             ("col_edge", turned.id),
         ):
             view[name][:] = array
-    where = torch.tensor([*sizes.values(), *offsets], dtype=torch.int64)
-    return Layout(torch.from_numpy(buffer), where)
+    return layout
 
 
 _TILES_AT_ONCE = 1 << 22  # bounds the memory of one step over a long list

@@ -428,6 +428,20 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def empty_layout(device: torch.device | str = "cpu", **given: int) -> Layout:
+    """A layout of these sizes (all of ``SIZES`` but the version and the classes), to be filled in."""
+    given |= {"version": VERSION, "classes": 2}
+    sizes = {name: given[name] for name in SIZES}
+    offsets, length = field_offsets(sizes)
+    if length >= 1 << 31:
+        raise ValueError(
+            f"relation: a layout of {length} entries at {sizes['q_len']} x {sizes['k_len']}; "
+            "fewer than 2^31 are possible"
+        )
+    where = torch.tensor([*sizes.values(), *offsets], dtype=torch.int64)
+    return Layout(torch.zeros(length, dtype=torch.int32, device=device), where)
+
+
 _pytree.register_pytree_node(
     Layout,
     lambda layout: ([layout.buffer, layout.where], None),

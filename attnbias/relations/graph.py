@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..layouts.bound import Bound, Place
-from ..layouts.edges import Edges
+from ..layouts.bound import Place
+from ..layouts.device import Pairs
 from .algebra import Permuted
 from .graph_inputs import read_adjacency, read_edges
 from .pairs import Listed, square, worst
@@ -60,7 +60,7 @@ class Graph(Listed):
                 raise ValueError(f"size: wanted (num_src, num_dst), got {self.size!r}")
             object.__setattr__(self, "size", tuple(as_count("size", n) for n in self.size))
         if edge_index.device.type == "cpu":
-            self._check_range(edge_index.numpy())
+            self._check_range()
         super().__post_init__()
 
     # -- other ways in ----------------------------------------------------------------------------
@@ -125,14 +125,15 @@ class Graph(Listed):
         """
         batch = as_indices("batch", batch, (1,))
         graph = cls(edge_index, num_nodes=len(batch))
-        if graph.edge_index.device.type == "cpu":
-            source, target = batch.cpu()[graph.edge_index]
-            across = (source != target).nonzero()
-            if len(across):
-                edge = int(across[0])
-                raise ValueError(
-                    f"edge_index: edge {edge} leads from graph {int(source[edge])} to {int(target[edge])}"
-                )
+        if graph.edge_index.device.type != "cpu":  # numbers out of range would lead out of ``batch``
+            graph._check_range()
+        source, target = batch.to(graph.edge_index.device)[graph.edge_index]
+        across = (source != target).nonzero()
+        if len(across):
+            edge = int(across[0])
+            raise ValueError(
+                f"edge_index: edge {edge} leads from graph {int(source[edge])} to {int(target[edge])}"
+            )
         return graph
 
     @classmethod
@@ -180,8 +181,8 @@ class Graph(Listed):
         sources, targets = self._sizes
         return targets, sources
 
-    def _check_range(self, edge_index: Any) -> None:
-        for name, index, count in zip(("source", "target"), edge_index, self._sizes, strict=True):
+    def _check_range(self) -> None:
+        for name, index, count in zip(("source", "target"), self.edge_index, self._sizes, strict=True):
             wrong = worst(index, 0, count)
             if wrong is not None:
                 what = f"size = {self.size}" if self.size is not None else f"num_nodes = {self.num_nodes}"
@@ -194,16 +195,16 @@ class Graph(Listed):
     def _row(self, q: Tensor, b: Tensor | None, h: Tensor | None) -> tuple[Tensor, Tensor]:
         return q, (q >= 0) & (q < self._sizes[1])
 
-    def _bind(self, at: Place) -> Bound:
-        source, target = self.edge_index.cpu().numpy()
-        if self.edge_index.device.type != "cpu":
-            self._check_range((source, target))
+    def _list(self, at: Place) -> Pairs:
+        if self.edge_index.device.type != "cpu":  # not looked at before, which would have waited for it
+            self._check_range()
+        source, target = self.edge_index
         number = None
         if (at.q_start, at.q_len) != (0, self._sizes[1]):
-            number = np.flatnonzero((target >= at.q_start) & (target < at.q_start + at.q_len))
+            inside = (target >= at.q_start) & (target < at.q_start + at.q_len)
+            number = inside.nonzero().squeeze(1)
             source, target = source[number], target[number] - at.q_start
-        group = np.zeros((1, 1), np.int64)
-        return Bound(None, Edges.from_pairs(at.q_len, at.k_len, group, target, source, number))
+        return Pairs(np.zeros((1, 1), np.int64), target, source, number)
 
     @property
     def T(self) -> Relation:

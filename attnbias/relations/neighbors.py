@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..layouts.bound import Bound, Place
-from ..layouts.edges import Edges
+from ..layouts.bound import Place
+from ..layouts.device import Pairs
 from .graph import Graph
 from .orders import as_points
 from .pairs import Listed, worst
@@ -74,22 +74,18 @@ class Neighbors(Listed):
             row = row * size + (0 if index is None or size == 1 else index)
         return row * queries + q.clamp(0, max(queries - 1, 0)), (q >= 0) & (q < queries)
 
-    def _bind(self, at: Place) -> Bound:
-        table = self._table.cpu().numpy()
-        wrong = worst(table, -1, at.k_len)
+    def _list(self, at: Place) -> Pairs:
+        wrong = worst(self._table, -1, at.k_len)
         if wrong is not None:
             raise ValueError(f"index: wanted keys from -1 (none) to {at.k_len - 1}, got {wrong}")
-        number = np.arange(table.size).reshape(table.shape)
         rows = slice(at.q_start, at.q_start + at.q_len)
-        table, number = table[:, :, rows], number[:, :, rows]
-        batch, heads = table.shape[:2]
-        row = np.broadcast_to(np.arange(batch * heads * at.q_len).reshape(batch, heads, -1, 1), table.shape)
+        table, device = self._table[:, :, rows], self.index.device
+        number = torch.arange(self.index.numel(), device=device).view(self._table.shape)[:, :, rows]
+        batch, heads, queries, n = table.shape
+        row = torch.arange(batch * heads * queries, device=device).repeat_interleave(n).view(table.shape)
         real = table >= 0
         group = np.arange(batch * heads).reshape(batch, heads)
-        return Bound(
-            None,
-            Edges.from_pairs(at.q_len, at.k_len, group, row[real], table[real], number[real]),
-        )
+        return Pairs(group, row[real], table[real], number[real])
 
     def _nodes(self) -> int:
         queries = self._table.shape[2]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from ..layouts.bound import Bound, Place
+from ..layouts.device import Pairs
+from ..layouts.edges import Edges
 from .orders import morton, reverse_cuthill_mckee
 from .relation import Relation
 
@@ -37,6 +39,24 @@ class Listed(Relation):
     def _relabel(self, order: Tensor, new: Tensor) -> Self:
         """The same pairs among nodes in another order; ``new`` [N] is the new number of each old one."""
         raise NotImplementedError
+
+    def _list(self, at: Place) -> Pairs:
+        """The pairs at a place, checked."""
+        raise NotImplementedError
+
+    def list_pairs(
+        self, q_len: int, k_len: int, q_start: int, batch: int | None, heads: int | None
+    ) -> Pairs | None:
+        if torch.device(self._device).type == "cpu":
+            return None
+        self.check(q_len, k_len, q_start, batch, heads)
+        return self._list(Place(q_len, k_len, q_start))
+
+    def _bind(self, at: Place) -> Bound:
+        group, *on_device, number = self._list(at)
+        row, key = (x.cpu().numpy() for x in on_device)
+        numbers = None if number is None else number.cpu().numpy()
+        return Bound(None, Edges.from_pairs(at.q_len, at.k_len, group, row, key, numbers))
 
     def _codes(self, device: torch.device) -> tuple[Tensor, int]:
         cached = self.__dict__.get("_codes_")
@@ -111,9 +131,9 @@ def square(name: str, queries: int, keys: int) -> int:
     return queries
 
 
-def worst(index: np.ndarray[Any, Any], low: int, count: int) -> int | None:
+def worst(index: Tensor, low: int, count: int) -> int | None:
     """A number of ``index`` outside ``low .. count - 1``, or None."""
-    if not index.size:
+    if not index.numel():
         return None
-    least, most = int(index.min()), int(index.max())
+    least, most = torch.stack(index.aminmax()).tolist()
     return least if least < low else most if most >= count else None

@@ -17,6 +17,7 @@ from ..layouts.bound import Bound, Place
 from ..layouts.predicate import Predicate
 
 if TYPE_CHECKING:
+    from ..layouts.device import Pairs
     from ..layouts.layout import Form, Layout
     from ..multilevel import MultiLevel
 
@@ -155,6 +156,12 @@ class Relation:
             if size > 1 and given is None:
                 raise ValueError(f"{what}: {self!r} differs by {what}, so their number is wanted, got None")
         return shape[0], shape[1]
+
+    def list_pairs(
+        self, q_len: int, k_len: int, q_start: int, batch: int | None, heads: int | None
+    ) -> Pairs | None:
+        """Its pairs at these lengths if it holds them one by one, and on a GPU."""
+        return None
 
     def layout(
         self,

@@ -1,0 +1,223 @@
+"""The layout of pairs that lie on a GPU, made there.
+
+The same layout as that of ``build``, by PyTorch's sorts and searches: the host learns a handful of numbers,
+which sizes and errors depend on, however many pairs there are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .costs import Costs
+from .intervals import Ints, count_groups
+from .layout import Form, Layout, empty_layout
+
+
+class Pairs(NamedTuple):
+    """Pairs of a relation where its tensors are, in the caller's order."""
+
+    group: Ints  # [batch, heads] -> g, on the host
+    row: Tensor  # [E], g * q_len + query
+    key: Tensor  # [E]
+    number: Tensor | None  # [E], the caller's; None = 0, 1, ...
+
+
+class _Sizes(NamedTuple):
+    """Lengths, and those in tiles."""
+
+    groups: int
+    q_len: int
+    k_len: int
+    tile: int
+
+    @property
+    def q_tiles(self) -> int:
+        return -(-self.q_len // self.tile)
+
+    @property
+    def k_tiles(self) -> int:
+        return -(-self.k_len // self.tile)
+
+
+class _List(NamedTuple):
+    """Pairs sorted by row, then key."""
+
+    row: Tensor  # [E]
+    key: Tensor  # [E]
+    number: Tensor  # [E]
+    is_repeated: Tensor  # [E], equal to the pair before it
+
+
+class _Tiles(NamedTuple):
+    """Tiles that hold pairs, in order of (row, col)."""
+
+    row: Tensor  # [n], g * q_tiles + query tile
+    col: Tensor  # [n]
+    is_covered: Tensor  # [n], every pair that exists is related
+    of_pair: Tensor  # [E], the tile of each pair, -1 = none
+
+    def keep(self, which: Tensor) -> _Tiles:
+        return _Tiles(self.row[which], self.col[which], self.is_covered[which], _number(which)[self.of_pair])
+
+
+def lay_out(
+    pairs: Pairs, q_len: int, k_len: int, *, q_start: int, form: Form, tile: int | None, costs: Costs
+) -> Layout:
+    """Choose tile size and form by counted work, then list."""
+    groups, listed = count_groups(pairs.group), _sort(pairs, k_len)
+    if form == "tiles" and bool(listed.is_repeated.any()):
+        raise ValueError("form='tiles': duplicate edges count twice, which only edges can hold")
+    tried = []
+    for size in (tile,) if tile else costs.tile:
+        sizes = _Sizes(groups, q_len, k_len, size)
+        tiles = _tile(listed, sizes)
+        kept, work = _weigh(listed, sizes, tiles, form, costs)
+        tried.append((work, sizes, tiles, kept))
+    least = int(torch.stack([work for work, *_ in tried]).argmin())
+    _, sizes, tiles, kept = tried[least]
+    return _assemble(pairs.group, q_start, sizes, listed, tiles.keep(kept[tiles.row]))
+
+
+def _sort(pairs: Pairs, k_len: int) -> _List:
+    code = pairs.row * k_len + pairs.key
+    number = torch.arange(len(code), device=code.device) if pairs.number is None else pairs.number
+    if bool((code.diff() < 0).any()):
+        code, place = torch.sort(code, stable=True)
+        number = number[place]
+    is_repeated = torch.zeros_like(code, dtype=torch.bool)
+    is_repeated[1:] = code.diff() == 0
+    return _List(code // max(k_len, 1), code % max(k_len, 1), number, is_repeated)
+
+
+def _number(which: Tensor) -> Tensor:
+    """Numbers of those that are true, -1 for the others and, where -1 leads, at the end."""
+    which = torch.nn.functional.pad(which, (0, 1))
+    return torch.where(which, which.cumsum(0) - 1, -1)
+
+
+def _pointer(place: Tensor, size: int) -> Tensor:
+    """Offsets [size + 1] of sorted numbers below ``size``."""
+    return torch.searchsorted(place, torch.arange(size + 1, device=place.device))
+
+
+def _tile_rows(listed: _List, sizes: _Sizes) -> Tensor:
+    """The tile row of each pair; sorted, as the rows are."""
+    q_len = max(sizes.q_len, 1)
+    return listed.row // q_len * sizes.q_tiles + listed.row % q_len // sizes.tile
+
+
+def _heights(sizes: _Sizes, device: torch.device) -> Tensor:
+    """Queries in each tile row: fewer at the end."""
+    first = torch.arange(sizes.q_tiles, device=device) * sizes.tile
+    return (sizes.q_len - first).clamp(max=sizes.tile).repeat(sizes.groups)
+
+
+def _tile(listed: _List, sizes: _Sizes) -> _Tiles:
+    k_tiles = max(sizes.k_tiles, 1)
+    place = _tile_rows(listed, sizes) * k_tiles + listed.key // sizes.tile
+    place, of_pair, pairs = torch.unique(place, return_inverse=True, return_counts=True)
+    row, col = place // k_tiles, place % k_tiles
+    width = (sizes.k_len - col * sizes.tile).clamp(max=sizes.tile)
+    # Repeated pairs are in the count, but not in the tile rows that are kept.
+    return _Tiles(row, col, pairs == _heights(sizes, place.device)[row] * width, of_pair)
+
+
+def _weigh(listed: _List, sizes: _Sizes, tiles: _Tiles, form: Form, costs: Costs) -> tuple[Tensor, Tensor]:
+    """Which tile rows [groups * q_tiles] are less work as tiles than as edges, and the work of all."""
+    height, tile_row = _heights(sizes, tiles.row.device), _tile_rows(listed, sizes)
+    rows = len(height)
+    as_tiles = _pointer(tiles.row, rows).diff() * height * min(sizes.tile, sizes.k_len)
+    as_tiles = as_tiles.double() * costs.tile[sizes.tile]
+    as_edges = _pointer(tile_row, rows).diff().double() * costs.edge
+    kept = as_tiles <= as_edges if form == "auto" else torch.full_like(height, form == "tiles").bool()
+    kept = kept & (_pointer(tile_row[listed.is_repeated], rows).diff() == 0)  # a bit holds a pair once
+    return kept, torch.where(kept, as_tiles, as_edges).sum()
+
+
+def _assemble(group: Ints, q_start: int, sizes: _Sizes, listed: _List, tiles: _Tiles) -> Layout:
+    """Fill the fields that ``Layout`` describes."""
+    groups, q_len, k_len, tile = sizes
+    g, query_tile = tiles.row // max(sizes.q_tiles, 1), tiles.row % max(sizes.q_tiles, 1)
+    # Covered tiles at a ragged end are partial in one list and full in the other.
+    by_query = ~(tiles.is_covered & (tiles.col < k_len // tile))
+    by_key = ~(tiles.is_covered & (query_tile < q_len // tile))
+    mark, *patterns = _patterns(listed, sizes, tiles, by_query | by_key)
+    is_edge = tiles.of_pair < 0
+    edges = _List(*(x[is_edge] for x in listed))
+    layout = empty_layout(
+        listed.row.device,
+        q_len=q_len,
+        k_len=k_len,
+        q_start=q_start,
+        batch=group.shape[0],
+        heads=group.shape[1],
+        groups=groups,
+        tile=tile,
+        tiles=len(tiles.row),
+        patterns_count=len(patterns[0]),
+        edges=len(edges.row),
+    )
+    layout.group.copy_(torch.from_numpy(group))
+    _fill_side(layout, "q", tiles.row, tiles.col, by_query, mark)
+    _fill_side(layout, "k", g * sizes.k_tiles + tiles.col, query_tile, by_key, mark)
+    layout.patterns.copy_(patterns[0])
+    layout.patterns_t.copy_(patterns[1])
+    if len(edges.row):
+        _fill_edges(layout, edges)
+    return layout
+
+
+def _patterns(listed: _List, sizes: _Sizes, tiles: _Tiles, has_one: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The pattern of each tile [n], and the bits of the distinct ones by query and by key."""
+    tile = sizes.tile
+    mark = _number(has_one)
+    of_pair = mark[tiles.of_pair]
+    inside = of_pair >= 0
+    number, key = of_pair[inside], listed.key[inside] % tile
+    query = listed.row[inside] % max(sizes.q_len, 1) % tile
+    count = int(mark.max()) + 1
+    words, words_t = (_bits(count, tile, *places) for places in ((number, query, key), (number, key, query)))
+    if not count:
+        return mark, words, words_t
+    _, same = torch.unique(words.flatten(1), dim=0, return_inverse=True)
+    example = torch.zeros(int(same.max()) + 1, dtype=torch.int64, device=same.device)
+    example.scatter_(0, same, torch.arange(count, device=same.device))  # whichever: they are equal
+    return torch.where(mark < 0, -1, same[mark]), words[example], words_t[example]
+
+
+def _bits(count: int, tile: int, number: Tensor, row: Tensor, bit: Tensor) -> Tensor:
+    """Words [count, tile, tile / 32] with these bits set, each given once."""
+    words = torch.zeros(count, tile, tile // 32, dtype=torch.int32, device=row.device)
+    one = torch.ones_like(row, dtype=torch.int32)
+    # A sum of different bits sets them all, the one of the sign too.
+    words.view(-1).index_add_(0, (number * tile + row) * (tile // 32) + bit // 32, one << (bit % 32).int())
+    return words
+
+
+def _fill_side(layout: Layout, side: str, row: Tensor, col: Tensor, is_partial: Tensor, mark: Tensor) -> None:
+    """The tiles by query or by key: in each row first the full ones, then the partial ones."""
+    bounds, tile, marks, order = (
+        getattr(layout, f"{side}_{name}") for name in ("ptr", "tile", "mark", "order")
+    )
+    rows = len(order)
+    kind, place = torch.sort(row * 2 + is_partial, stable=True)
+    ptr = _pointer(kind, 2 * rows)
+    bounds.view(-1, 3).copy_(torch.stack((ptr[:-1:2], ptr[1::2], ptr[2::2]), 1))
+    tile[:-1].copy_(col[place])
+    marks[:-1].copy_(torch.where(is_partial, mark[:-1], 0)[place])
+    order.copy_(torch.argsort(-ptr[::2].diff(), stable=True))
+
+
+def _fill_edges(layout: Layout, edges: _List) -> None:
+    """The lists by row and by column."""
+    q_len, k_len, groups = layout.q_len, layout.k_len, layout.groups
+    layout.edge_ptr.copy_(_pointer(edges.row, groups * q_len))
+    layout.edge_key.copy_(edges.key)
+    layout.edge_id.copy_(edges.number)
+    column, place = torch.sort(edges.row // q_len * k_len + edges.key, stable=True)
+    layout.col_ptr.copy_(_pointer(column, groups * k_len))
+    layout.col_query.copy_((edges.row % q_len)[place])
+    layout.col_edge.copy_(place)
