@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import dispatch
 from .backends.strides import empty_like_query
@@ -172,6 +174,8 @@ def attend(problem: Problem, name: str | None) -> tuple[Tensor, Tensor | None]:
     name = dispatch.choose(problem, name)
     if name in dispatch.IN_PLACE:
         return dispatch.IN_PLACE[name].attend(problem)
+    given = (vars(part).values() for part in (*problem.terms, problem.score) if part is not None)
+    _refuse_transformed(problem.query, problem.key, problem.value, problem.sink, *chain(*given))
     # Straight to the op's autograd implementation: the way through the dispatcher takes 6 us more.
     return _call(_forward_autograd, problem, layout_of(problem), "", name)
 
@@ -272,10 +276,12 @@ def _prepare(
     """Make what the backend gets from the op's arguments; a traced call is checked only now."""
     words, _, wanted = spec.partition("\n")
     score, _ = read_score(words, terms)
+    relation = None
     if wanted:
         form, _, name = wanted.partition("\n")
+        relation = from_key(name)
         B, H, Q, _ = query.shape
-        layout = from_key(name).layout(
+        layout = relation.layout(
             Q,
             key.shape[2],
             q_start=q_start,
@@ -303,7 +309,8 @@ def _prepare(
         )
         problem.terms = tuple(map(MadePart, call.parts))
         if problem.form == "edges":
-            fit_edges(problem, [len(part) for name, part in call.parts.items() if name == "edge"])
+            counts = [len(part) for name, part in call.parts.items() if name == "edge"]
+            fit_edges(problem, counts, relation)
         backend = dispatch.choose(problem, backend[1:] or None, dispatch.IN_OP)
     return call, dispatch.IN_OP[backend]
 
@@ -398,6 +405,7 @@ def _forward_autograd(
     *numbers: Any,
 ) -> Any:
     inputs = (query, key, value, sink, *terms)
+    _refuse_transformed(*inputs)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _Forward.apply(  # type: ignore[no-untyped-call]
             query, key, value, buffer, where, sink, seed, numbers, *terms
@@ -429,6 +437,20 @@ def _is_watched() -> bool:
         or torch._C._autograd._profiler_enabled()
         or torch._C._are_functorch_transforms_active()
     )
+
+
+def _refuse_transformed(*values: object) -> None:
+    """Raise where the kernels would see through a transform of a tensor: its derivative would be zero."""
+    if not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0:
+        return
+    func = torch._C._functorch
+    for x in values:
+        if isinstance(x, Tensor):
+            # A transform wraps tensors that it does not ask about, too: those need no gradient.
+            if func.is_batchedtensor(x) or (func.is_gradtrackingtensor(x) and x.requires_grad):
+                raise NotImplementedError("transforms of torch.func: use backend='reference'")
+            if forward_ad.unpack_dual(x).tangent is not None:
+                raise NotImplementedError("forward-mode derivatives: use backend='reference'")
 
 
 def _is_autocast(device_type: str) -> bool:

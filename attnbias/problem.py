@@ -292,9 +292,12 @@ def _fit_relation(relation: Relation, problem: Problem) -> None:
     relation.check(Q, problem.key.shape[2], problem.q_start, batch=B, heads=H)
 
 
-def fit_edges(problem: Problem, counts: Sequence[int]) -> None:
-    """Raise unless all pairs are edges, and each ``EdgeBias``, of so many numbers, has one for every edge."""
-    relation, layout = problem.relation, problem.layout
+def fit_edges(problem: Problem, counts: Sequence[int], relation: Relation | None = None) -> None:
+    """Raise unless all pairs are edges, and each ``EdgeBias``, of so many numbers, has one for every edge.
+
+    ``relation`` is what the problem's layout was built of, where that is known.
+    """
+    layout, relation = problem.layout, problem.relation if relation is None else relation
     if layout is not None and layout.sizes["tiles"]:
         is_score = isinstance(problem.score, AdditiveScore)
         needed = "score: AdditiveScore" if is_score else "terms: EdgeBias"
@@ -430,8 +433,14 @@ def _wrong_number(name: str, wanted: str, got: object) -> TypeError | ValueError
 
 def _not_a_relation(got: Any) -> str:
     wanted = "relation: wanted a Relation, a Layout or None (= Full)"
+    if isinstance(got, Tensor) and got.dtype in (torch.int64, torch.int32):
+        return (
+            f"{wanted}, got a tensor {_shape(got)} of integers; for edges use ab.Graph(edge_index, num_nodes)"
+        )
     if isinstance(got, Tensor):
         return f"{wanted}, got a tensor {_shape(got)}; for a boolean mask use ab.Dense(mask)"
+    if hasattr(got, "edge_index"):
+        return f"{wanted}, got {type(got).__name__}, which has edges; use ab.Graph(data)"
     if type(got).__name__ == "BlockMask":
         return f"{wanted}, got a BlockMask; use attnbias.integrations.flex.from_block_mask(mask)"
     if isinstance(got, type) and issubclass(got, Relation):

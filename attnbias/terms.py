@@ -440,6 +440,7 @@ def _distances(sizes: Sizes) -> Tensor:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what is kept is used in training, too
 def _bucket_of_distance(buckets: Buckets, count: int, q_len: int, k_len: int, q_start: int) -> Tensor:
     """The bucket of each distance; on the host, so that a wrong function is found without waiting for a GPU.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .backends import reference
 from .multilevel import MultiLevel
-from .ops import attention
 from .problem import Problem
 from .relations.listing import count_edges
 from .terms import EdgeBias
@@ -92,7 +91,7 @@ def attention_weights(
         raise ValueError(f"form: wanted 'dense', 'edges' or 'csr', got {form!r}")
     if options.get("dropout_p"):
         raise ValueError(f"dropout_p: weights are those before dropout, wanted 0, got {options['dropout_p']}")
-    nothing = key.detach()[..., :1]  # a value that no weight depends on
+    nothing = key.detach()[..., :1] if isinstance(key, Tensor) else key  # a value that no weight depends on
     problem = Problem(query, key, nothing, relation, **options)
     if form == "dense":
         weights = reference.weights(problem)
@@ -100,7 +99,7 @@ def attention_weights(
     if problem.relation is None:
         raise ValueError(f"form: wanted a relation for {form!r}, got a layout")
     count = count_edges(problem.relation, "form") if form == "edges" else 0
-    groups = _sparse_rows(problem, options)
+    groups = _sparse_rows(problem)
     if form == "csr":
         return [rows for rows, _ in groups]
     B, H = problem.query.shape[:2]
@@ -111,13 +110,11 @@ def attention_weights(
     return weights
 
 
-def _sparse_rows(problem: Problem, options: Options) -> list[tuple[SparseRows, Tensor]]:
+def _sparse_rows(problem: Problem) -> list[tuple[SparseRows, Tensor]]:
     """Weights by group, and the caller's number of each edge [n]."""
     query, key, relation = problem.query, problem.key, problem.relation
     (B, H, Q, _), K = query.shape, key.shape[2]
     assert relation is not None
-    given = cast("Options", {**options, "q_start": problem.q_start})
-    lse = attention(query, key, problem.value, relation, return_lse=True, **given)[1]
     layout = relation.layout(
         Q, K, q_start=problem.q_start, device=query.device, form="edges", batch=B, heads=H
     )
@@ -130,23 +127,45 @@ def _sparse_rows(problem: Problem, options: Options) -> list[tuple[SparseRows, T
         keys, number = (x[first:last].long() for x in (layout.edge_key, layout.edge_id))
         row = torch.repeat_interleave(torch.arange(Q, device=query.device), ptr.diff())
         step = max(PAIRS_AT_ONCE // max(len(b), 1), 1)
-        values = [
+        scores = [
             # Gathered again in backward: queries and keys of all pairs are never held.
-            checkpoint(_weigh, problem, lse, b, h, *part, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(_score, problem, b, h, *part, use_reentrant=False, preserve_rng_state=False)
             for part in zip(row.split(step), keys.split(step), number.split(step), strict=True)
         ]
-        rows = SparseRows(ptr - first, keys, torch.cat(values, dim=1), b, h)
+        sink = None if problem.sink is None else problem.sink[h, None].to(scores[0].dtype)
+        values = softmax_by_row(torch.cat(scores, dim=1), row, Q, sink)
+        rows = SparseRows(ptr - first, keys, values, b, h)
         groups.append((rows, number))
     return groups
 
 
-def _weigh(
-    problem: Problem, lse: Tensor, b: Tensor, h: Tensor, row: Tensor, keys: Tensor, number: Tensor
-) -> Tensor:
-    """The weights of edges [n] for some heads [m]: [m, n]."""
+def softmax_by_row(scores: Tensor, row: Tensor, rows: int, sink: Tensor | None = None) -> Tensor:
+    """The softmax of the edges of each row.
+
+    Less the largest score of the row, not the ``lse`` of the kernels: that is rounded at the size of the
+    scores, and large ones would leave weights that do not sum to 1.
+
+    Args:
+        scores: [m, n].
+        row: [n], the row of each edge.
+        rows: how many there are.
+        sink: [m, 1], one more score for each row.
+    """
+    start = scores.new_full((len(scores), rows), -torch.inf) if sink is None else sink.expand(-1, rows)
+    top = start.detach().scatter_reduce(1, row.expand_as(scores), scores.detach(), "amax")
+    top = top.masked_fill(top == -torch.inf, 0)  # a row whose scores are all -inf has weights of 0
+    weights = torch.exp(scores - top.index_select(1, row))
+    total = torch.zeros_like(top) if sink is None else torch.exp(sink - top)
+    total = total.index_add(1, row, weights)
+    return weights / total.masked_fill(total == 0, 1).index_select(1, row)
+
+
+def _score(problem: Problem, b: Tensor, h: Tensor, row: Tensor, keys: Tensor, number: Tensor) -> Tensor:
+    """The scores of edges [n] for some heads [m]: [m, n]."""
+    dtype = problem.sizes.dtype
     b, h = b[:, None], h[:, None]
     share = problem.query.shape[1] // problem.key.shape[1]
-    query, key = problem.query[b, h, row].to(lse.dtype), problem.key[b, h // share, keys].to(lse.dtype)
+    query, key = problem.query[b, h, row].to(dtype), problem.key[b, h // share, keys].to(dtype)
     score = problem.score
     if isinstance(score, MultiLevel):
         levels = score.bind(problem.query.shape[2], problem.key.shape[2], problem.q_start)
@@ -162,9 +181,8 @@ def _weigh(
             bias = term.make_part(problem.sizes)
             scores = scores + bias[number, h % bias.shape[1]]
         else:
-            scores = scores + term.value(b, h, row + problem.q_start, keys).to(lse.dtype)
-    total = lse[b, h, row]
-    return torch.exp(scores - total.masked_fill(total == -torch.inf, 0))
+            scores = scores + term.value(b, h, row + problem.q_start, keys).to(dtype)
+    return scores
 
 
 def edge_weights(query: Tensor, key: Tensor, relation: Relation, **options: Unpack[Options]) -> Tensor:
@@ -174,7 +192,7 @@ def edge_weights(query: Tensor, key: Tensor, relation: Relation, **options: Unpa
         query: [B, H, Q, D] or [H, Q, D].
         key: [B, Hk, K, D] or [Hk, K, D].
         relation: a graph or neighbours, or one of them ``& other``, which gives dropped edges 0.
-        **options: those of ``attention``.
+        **options: those of ``attention`` (but ``backend``: they are computed in PyTorch).
 
     Returns:
         [B, E, H], or [E, H] when B is 1. Duplicate edges each have their own.

@@ -1,8 +1,9 @@
 """Real graphs: three come with the package; Cora, CiteSeer and PubMed are read where a user has them.
 
-Looked into, in this order: the folder that is given, the one named by ATTNBIAS_GRAPHS, the package's own,
-and ``../shared/data/graphs`` beside the project. A folder holds ``cora.npz`` and the like, or the files that
-Planetoid published (``ind.cora.graph``, ...), alone or as PyG keeps them (``Cora/raw/``).
+Looked into: the folder that is given and no other; without one, in this order, the folder named by
+ATTNBIAS_GRAPHS, the package's own, and ``../shared/data/graphs`` beside the project. A folder holds
+``cora.npz`` and the like, or the files that Planetoid published (``ind.cora.graph``, ...), alone or as PyG
+keeps them (``Cora/raw/``).
 """
 
 from __future__ import annotations
@@ -99,10 +100,12 @@ def load_nodes(name: str, folder: str | Path | None = None) -> NodeData:
 
 
 def folders(folder: str | Path | None = None) -> list[Path]:
-    """Where graphs are looked for."""
+    """Where graphs are looked for: who names a folder does not want the graph of another."""
+    if folder:
+        return [Path(folder)]
     named = os.environ.get(VARIABLE)
     beside = HERE.parent.parent / "shared" / "data" / "graphs"
-    return [Path(each) for each in (folder, named, HERE / "data", beside) if each]
+    return [Path(each) for each in (named, HERE / "data", beside) if each]
 
 
 def _find(

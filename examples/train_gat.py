@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 import attnbias as ab
 from attnbias.benchmarks.generators import both_ways
-from attnbias.benchmarks.graphs import MissingGraphError, load, load_nodes
+from attnbias.benchmarks.graphs import PLANETOID, MissingGraphError, load, load_nodes
 from attnbias.benchmarks.timing import Spread, interleave, one_thread
 from attnbias.integrations.pyg import GATConv
 
@@ -270,6 +270,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="of timing; 0 = none")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
+    unknown = [name for name in options.graphs if name not in PLANETOID]
+    if unknown:
+        parser.error(f"graphs: wanted {', '.join(PLANETOID)}, got {', '.join(unknown)}")
     warnings.filterwarnings("ignore", message="Sparse (CSR tensor|invariant)")  # torch's own, of features
     options.out.mkdir(parents=True, exist_ok=True)
     found = {}

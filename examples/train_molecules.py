@@ -25,7 +25,7 @@ from progress import Bar
 from torch import Tensor, nn
 
 import attnbias as ab
-from attnbias.benchmarks.graphs import load
+from attnbias.benchmarks.graphs import MissingGraphError, load
 from attnbias.integrations.pyg import TransformerConv
 
 DEGREES, WALK = 5, 8  # largest degree told apart, longest walk
@@ -232,7 +232,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    found = train(read(options.data), options)
+    try:
+        molecules = read(options.data)
+    except MissingGraphError as error:
+        parser.error(str(error))
+    found = train(molecules, options)
     plot(found, options.out / "molecules.png")
     parts = ", ".join(f"{part} {spent:.1f} ms" for part, spent in found["milliseconds"].items())
     shares = ", ".join(f"{100 * share:.1f} % of {name}" for name, share in found["explained"].items())

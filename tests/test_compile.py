@@ -10,6 +10,7 @@ from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
 import attnbias as ab
+from attnbias.integrations import pyg
 from attnbias.testing import make_inputs
 
 
@@ -411,3 +412,27 @@ def test_numbers_of_edges_and_additive_scores():
         results.append([out, *torch.autograd.grad(out.square().sum(), given)])
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("edge_dim", [None, 3, -1])
+@pytest.mark.parametrize("layer", ["TransformerConv", "GATConv", "GATv2Conv"])
+def test_a_graph_layer_compiles_to_one_graph(layer, edge_dim):
+    """If it was called with the graph before: loops are added by what is in the graph."""
+    index = torch.randint(20, (2, 60), generator=torch.Generator().manual_seed(0))
+    x, graph = torch.randn(20, 6), ab.Graph(index, num_nodes=20)
+    attr = None if edge_dim is None else torch.randn(60, 3)
+    net = getattr(pyg, layer)(6, 4, heads=2, edge_dim=edge_dim)
+    want = net(x, graph, attr)
+    compiled, _ = counted(lambda x: net(x, graph, attr))
+    assert torch.equal(compiled(x), want)
+
+
+@pytest.mark.parametrize("count", [59, 61])
+def test_numbers_for_other_edges_are_refused_when_it_runs(count):
+    graph = ab.Graph(torch.arange(120).view(2, 60) % 20, num_nodes=20)
+    q, k, v = torch.randn(3, 1, 2, 20, 4)
+    compiled, _ = counted(lambda bias: ab.attention(q, k, v, graph, terms=[ab.EdgeBias(bias)]))
+    with pytest.raises(
+        ValueError, match=rf"^terms: EdgeBias.bias: wanted 60 numbers, one an edge, got {count}$"
+    ):
+        compiled(torch.zeros(count))

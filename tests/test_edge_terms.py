@@ -184,6 +184,29 @@ def test_duplicates_each_have_their_own(backend):
     torch.testing.assert_close(bias.grad, torch.tensor([5 / 36, -2 / 36, -3 / 36]))
 
 
+@pytest.mark.parametrize("score", [-1e30, 0.0, 1e30])
+@pytest.mark.parametrize("by_bias", [False, True])
+def test_edges_of_a_pair_each_count_beside_any_score(backend, score, by_bias):
+    graph = ab.Graph([[0, 1, 1], [0, 0, 0]], num_nodes=2)
+    q, k = torch.full((1, 2, 1), 1e15), torch.full((1, 2, 1), 0.0 if by_bias else score / 1e15)
+    v = torch.tensor([[[1.0], [0.0]]])
+    terms = [ab.EdgeBias(torch.full((3,), score))] if by_bias else []
+    out = ab.attention(q, k, v, graph, terms=terms, backend=backend)
+    torch.testing.assert_close(out[0, :, 0], torch.tensor([1 / 3, 0.0]))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_bias_that_is_no_number_is_seen_in_its_row(backend, wrong):
+    graph = make_graph()
+    bias = torch.zeros(400)
+    bias[5] = wrong
+    q, k, v = torch.randn(3, 1, 2, SOURCES, 4)
+    out = ab.attention(q[:, :, :N], k, v, graph, terms=[ab.EdgeBias(bias)], backend=backend)
+    row = int(graph.edge_index[1, 5])
+    assert out[:, :, row].isnan().all()
+    assert out.isnan().sum() == out[:, :, row].numel()
+
+
 def test_what_an_intersection_drops_gets_no_gradient(backend):
     graph = make_graph() & ab.Window(before=5, after=5)
     q, k, v = torch.randn(3, 1, 2, SOURCES, 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +72,17 @@ def test_a_sparse_tensor_of_torch_sparse() -> None:
     row, column = torch.tensor([0, 1]), torch.tensor([2, 0])
     matrix = SimpleNamespace(coo=lambda: (row, column, None), sparse_sizes=lambda: (2, 3))
     assert ab.Graph.from_adjacency(matrix) == ab.Graph([[2, 0], [0, 1]], size=(3, 2))
+
+
+def test_sources_and_targets_as_two_tensors() -> None:
+    source, target = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    assert ab.Graph((source, target), num_nodes=3) == ab.Graph([[0, 1, 2], [1, 2, 0]], num_nodes=3)
+
+
+def test_points_of_any_dtype() -> None:
+    points = torch.tensor([[0.0], [1.0], [3.0]])
+    for dtype in (torch.bfloat16, torch.float16, torch.int32):
+        assert ab.knn_graph(points.to(dtype), 1) == ab.knn_graph(points, 1)
 
 
 def test_from_csr() -> None:
@@ -309,6 +322,32 @@ BAD = [
         ValueError,
         "points: wanted finite coordinates, got NaN or infinity",
     ),
+    *(
+        (
+            lambda given=given: ab.Graph(given, num_nodes=3),
+            TypeError,
+            f"edge_index: wanted integers in a tensor, .* lists of equal length, got {type(given).__name__}$",
+        )
+        for given in (
+            None,
+            "edges",
+            [[0, 1], [1]],
+            (torch.tensor([0]), torch.tensor([0, 1])),
+            np.array([["0"], ["1"]]),
+        )
+    ),
+    (
+        lambda: ab.Graph(torch.ones(2, 2, dtype=torch.int64).to_sparse(), num_nodes=3),
+        TypeError,
+        "edge_index: wanted a dense tensor, got torch.sparse_coo",
+    ),
+    (
+        lambda: ab.Graph.from_batch([[0], [1]], None),
+        TypeError,
+        "batch: wanted integers in a tensor, an array",
+    ),
+    (lambda: ab.Neighbors(None), TypeError, "index: wanted integers in a tensor, an array or lists"),
+    (lambda: ab.knn_graph("points", 1), TypeError, r"points: wanted coordinates \[N, d\], got str"),
     (lambda: ab.knn_graph([[1.0]], 0), ValueError, "k: wanted at least 1, got 0"),
     (
         lambda: ab.knn_graph([[1.0]], 1, [0, 0]),
@@ -366,3 +405,9 @@ def test_what_needs_scipy_says_so(make: Any, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(ImportError, match="needs scipy, which is not installed"):
         make()
+
+
+def test_the_page_of_graphs_says_what_is() -> None:
+    page = Path(__file__).parents[1] / "docs" / "graphs.md"
+    failed, tried = doctest.testfile(str(page), module_relative=False)
+    assert tried > 5 and not failed

@@ -74,7 +74,7 @@ def test_nodes_of_real_graphs(name: str) -> None:
 # -- where they are looked for ----------------------------------------------------------------------
 
 
-def test_a_folder_that_is_given_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_given_is_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, named = tmp_path / "given", tmp_path / "named"
     for folder, nodes in ((given, 3), (named, 4)):
         folder.mkdir()
@@ -83,6 +83,10 @@ def test_a_folder_that_is_given_comes_first(tmp_path: Path, monkeypatch: pytest.
     assert graphs.load("airfoil", given).num_nodes == 3
     assert graphs.load("airfoil").num_nodes == 4
     assert graphs.load("airfoil", given).relation().num_nodes == 3
+    with pytest.raises(
+        graphs.MissingGraphError, match=r"minnesota: no folder has minnesota.npz; looked into"
+    ):
+        graphs.load("minnesota", given)  # the package has it, but was not asked
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

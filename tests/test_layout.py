@@ -14,8 +14,8 @@ import torch
 from torch.utils import _pytree
 
 import attnbias as ab
-from attnbias.layouts.costs import costs_of
 from attnbias.layouts.cache import LayoutCache
+from attnbias.layouts.costs import costs_of
 from attnbias.layouts.layout import FIELDS, SIZES
 
 SHAPES = [(1, 1), (63, 65), (64, 64), (97, 129), (128, 200), (200, 97)]

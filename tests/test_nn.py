@@ -106,6 +106,15 @@ def test_a_node_without_neighbours_gets_zeros():
     assert torch.equal(weights.sum(-1) > 0.5, torch.tensor([True, True, False]))
 
 
+def test_a_graph_of_the_layer_and_numbers_for_its_edges():
+    graph = ab.Graph([[0, 1, 2, 0], [1, 0, 1, 2]], num_nodes=3)
+    layer, x = GraphAttention(D, relation=graph), torch.randn(3, D)
+    assert torch.equal(layer(x), layer(x, graph))
+    bias = torch.tensor([0.0, 0.0, -torch.inf, 0.0])
+    less = ab.Graph(graph.edge_index[:, bias == 0], num_nodes=3)
+    torch.testing.assert_close(layer(x, terms=[ab.EdgeBias(bias)]), layer(x, less))
+
+
 def test_heads_of_full_width_joined_by_a_layer():
     """The paper's several heads: each as wide as the model, then a linear layer."""
     layer = RelationalAttention(D, heads=3, relation=ab.Causal(), head_size=D)
@@ -289,6 +298,8 @@ def test_wrong_values_are_named(make, words):
             "memory: wanted the encoder's tokens, got None",
         ),
         (lambda: GraphAttention(4)(torch.zeros(3, 4), torch.ones(3, 3)), "use ab.Dense"),
+        (lambda: GraphAttention(4)(torch.zeros(3, 4), None), "^relation: wanted a graph, got None"),
+        (lambda: GraphAttention(4)("x", ab.Full()), "^x: wanted a tensor, got str"),
         (
             lambda: MultiheadAttention(4, 2)(*torch.zeros(3, 2, 4), key_padding_mask=torch.zeros(2)),
             "key_padding_mask: wanted booleans, got torch.float32",

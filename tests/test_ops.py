@@ -1,10 +1,12 @@
 """The op: its registrations, gradients, strides, dropout, autocast and checkpointing."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import attnbias as ab
@@ -158,6 +160,36 @@ def test_no_gradient_wanted_keeps_nothing():
         assert ab.attention(q, k, v, ab.Causal()).is_inference()
 
 
+KEPT = {
+    "plain": lambda: (ab.Window(before=3) | ab.Prefix(2), []),
+    "with data": lambda: (ab.Documents(torch.arange(33) // 5), []),
+    "graph": lambda: (ab.Graph(torch.arange(66).view(2, 33) % 33, num_nodes=33), []),
+    "edge bias": lambda: (ab.Graph(torch.arange(66).view(2, 33) % 33, 33), [ab.EdgeBias(torch.ones(33))]),
+    "buckets": lambda: (ab.Causal(), [ab.RelativeBias(torch.ones(4, 32), ab.t5_buckets(False, 100))]),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "rows", "reference"])
+@pytest.mark.parametrize("case", KEPT)
+@pytest.mark.parametrize("made_there", [False, True])
+def test_what_inference_mode_leaves_behind_can_be_trained_with(case, backend, made_there):
+    """Validation often runs first: its tensors, which autograd refuses, must not stay in a cache."""
+    ab.layout_cache.clear()
+    q, k, v = leaves()
+    relation, terms = KEPT[case]()
+    with torch.inference_mode():
+        if made_there:
+            relation = KEPT[case]()[0]
+        ab.attention(q, k, v, relation, terms=terms, backend=backend)
+    terms = [dataclasses.replace(term, **_learnable(term)) for term in terms]
+    ab.attention(q, k, v, relation, terms=terms, backend=backend).sum().backward()
+
+
+def _learnable(term):
+    name = "table" if isinstance(term, ab.RelativeBias) else "bias"
+    return {name: getattr(term, name).clone().requires_grad_()}
+
+
 @pytest.mark.parametrize("order", ["BHLD", "BLHD", "LBHD", "HBLD"])
 @pytest.mark.parametrize("strided", [False, True])
 def test_strides_are_read_and_kept(spy, order, strided):
@@ -200,6 +232,48 @@ def test_second_derivative_through_the_op_raises():
     (grad,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
     grad.sum().backward()
     assert q.grad.isfinite().all()
+
+
+def transformed():
+    """Derivatives of torch.func, and forward-mode ones: the kernels have neither."""
+
+    def dual(function, x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x))).tangent
+
+    yield "jvp", lambda function, x: torch.func.jvp(function, (x,), (x,))[1]
+    yield "grad", lambda function, x: torch.func.grad(lambda y: function(y).sin().sum())(x)
+    yield "vmap", lambda function, x: torch.func.vmap(function)(torch.stack([x, x]))
+    yield "dual", dual
+
+
+@pytest.mark.parametrize(("name", "transform"), transformed())
+@pytest.mark.parametrize("where", ["query", "value", "term", "score"])
+def test_transforms_are_refused_and_not_seen_through(name, transform, where):
+    """A kernel that takes no notice of them gives a derivative of zero."""
+    q, k, v = (x.detach() for x in leaves(Hk=4))
+    bias, weight = torch.randn(66, 4), torch.randn(4, 8)
+    graph = ab.Graph(torch.stack([torch.arange(66) % 33, torch.arange(66) // 2]), num_nodes=33)
+    of = {
+        "query": (q, lambda x: ab.attention(x, k, v, graph)),
+        "value": (v, lambda x: ab.attention(q, k, x, graph)),
+        "term": (bias, lambda x: ab.attention(q, k, v, graph, terms=[ab.EdgeBias(x)])),
+        "score": (weight, lambda x: ab.attention(q, k, v, graph, score=ab.AdditiveScore(x))),
+    }
+    x, function = of[where]
+    with pytest.raises(NotImplementedError, match=r": use backend='reference'$"):
+        transform(function, x)
+    if name != "vmap" or where == "query":
+        with ab.use_backend("reference"):
+            assert transform(function, x).abs().max() > 0
+
+
+def test_transforms_of_others_do_not_matter():
+    q, k, v = (x.detach() for x in leaves())
+    out = ab.attention(q, k, v)
+    assert torch.equal(
+        torch.func.grad(lambda x: (x * ab.attention(q, k, v)).sum())(torch.ones_like(out)), out
+    )
 
 
 def test_dropout_follows_torchs_generator_and_agrees_with_the_reference():

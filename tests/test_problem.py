@@ -198,6 +198,11 @@ def test_wrong_relation_names_the_converter():
     words = WANTED + "the class Causal; make a value of it, Causal(...)"
     refuse(TypeError, words, q, k, v, ab.Causal)
     refuse(TypeError, WANTED + "bool False", q, k, v, False)
+    edges = torch.zeros(2, 9, dtype=torch.int64)
+    words = WANTED + "a tensor [2, 9] of integers; for edges use ab.Graph(edge_index, num_nodes)"
+    refuse(TypeError, words, q, k, v, edges)
+    data = type("Data", (), {"edge_index": edges, "__call__": None})()
+    refuse(TypeError, WANTED + "Data, which has edges; use ab.Graph(data)", q, k, v, data)
     refuse(TypeError, WANTED + "str 'causal'", q, k, v, "causal")
 
 

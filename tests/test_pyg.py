@@ -76,6 +76,19 @@ def test_a_tensor_is_read_once_and_again_when_it_changed(layer):
         assert not torch.equal(net(x, written), before)
 
 
+@pytest.mark.parametrize("edge_dim", [None, FEATURES])
+@pytest.mark.parametrize("layer", OPTIONS)
+def test_training_after_inference_mode(layer, edge_dim):
+    """A first look at the validation set leaves graphs and loops in caches."""
+    options = {} if edge_dim is None else {"edge_dim": edge_dim}
+    net, index = make(layer, **options), GRAPHS["random"][0].clone()
+    x, attr = make_inputs(GRAPHS["random"], options, torch.float32)
+    for form in (index, ab.Graph(index, num_nodes=40)):
+        with torch.inference_mode():
+            net(x, form, attr)
+        net(x, form, attr).sum().backward()
+
+
 def test_a_graph_keeps_its_layouts_with_loops():
     graph = ab.Graph(GRAPHS["random"][0], num_nodes=40)
     read = [pyg_edges.read_edges(graph, None, (40, 40), add_self_loops=True).graph for _ in range(2)]
@@ -130,18 +143,50 @@ def test_dropout_in_the_kernels(layer):
     assert not net(x, index).any()
 
 
+class SparseTensor:
+    """What is read of torch_sparse's: rows are targets."""
+
+    def __init__(self, index, sizes, value=None):
+        self.index, self.sizes, self.value = index, sizes, value
+
+    def coo(self):
+        return self.index[1], self.index[0], self.value
+
+    def sparse_sizes(self):
+        return self.sizes
+
+
+@pytest.mark.parametrize("layer", OPTIONS)
+def test_a_sparse_tensor_is_read_and_its_vectors_are_edge_features(layer):
+    options = {"edge_dim": FEATURES}
+    x, attr = make_inputs(GRAPHS["random"], options)
+    index = GRAPHS["random"][0]
+    net = make(layer, **options).double()
+    given = SparseTensor(index, (40, 40), attr)
+    torch.testing.assert_close(net(x, given), net(x, index, attr))
+    out, (edges, weights) = net(x, given, return_attention_weights=True)
+    assert edges.shape[1] == len(weights) and torch.equal(out, net(x, given))
+    plain = make(layer).double()
+    ones = SparseTensor(index, (40, 40), torch.ones(index.shape[1]))  # numbers are weights, which PyG drops
+    torch.testing.assert_close(plain(x, ones), plain(x, index))
+
+
 def bad_calls():
     x, graph = torch.ones(3, IN), torch.tensor([[0, 1], [1, 2]])
     attr = torch.ones(2, 3)
     every = tuple(OPTIONS)
     gats = ("GATConv", "GATv2Conv")
-    yield every, {}, (x[0], graph), r"x: wanted \[N, F\], got \[12\]"
+    yield every, {}, (x[0], graph), r"x: wanted \[N, 12\], got \[12\]"
+    yield every, {}, (x[:, :5], graph), r"x: wanted \[N, 12\], got \[3, 5\]"
+    yield every, {}, ((x, x[:, :5]), graph), r"x: wanted \[N, 12\], got \[3, 5\]"
+    yield every, {}, (x.long(), graph), "x: wanted floating-point features, got torch.int64"
+    yield every, {}, ((x, "x"), graph), "x: wanted floating-point features, got str"
     yield every, {}, ([x, x, x], graph), r"x: wanted a tensor \[N, F\] or a pair \(x_src, x_dst\), got list"
     yield (
         every,
         {},
         (x, [[0], [1]]),
-        r"edge_index: wanted a tensor \[2, E\], a Graph or a torch.sparse matrix",
+        r"edge_index: wanted a tensor \[2, E\], a Graph or a sparse matrix \[targets, sources\], got list",
     )
     yield every, {}, (x, graph.float()), "edge_index: wanted integers, got torch.float32"
     yield every, {}, (x, graph.T.repeat(2, 1)), r"edge_index: wanted shape \[2, E\], got \[4, 2\]"
@@ -178,6 +223,10 @@ def bad_calls():
     yield ("TransformerConv", "GATv2Conv"), {}, ((x, None), graph), r"x: wanted \(x_src, x_dst\), got"
     yield every, {"flow": "target_to_source"}, None, "flow: wanted 'source_to_target', .*edge_index.flip"
     yield every, {"aggr": "max"}, None, "aggr: wanted 'add', the only one there is, got 'max'"
+    yield every, {"heads": 0}, None, "heads: wanted at least 1, got 0"
+    yield every, {"heads": 2.0}, None, "heads: wanted an integer, got 2.0"
+    yield every, {"edge_dim": "3"}, None, "edge_dim: wanted an integer, got '3'"
+    yield every, {"dropout": "0.5"}, None, "dropout: wanted a share from 0 to 1, got '0.5'"
     yield every, {"dropout": 2.0}, None, "dropout: wanted a share from 0 to 1, got 2.0"
     yield every, {"droput": 0.5}, None, "droput: .*Conv has no such argument"
     yield (
@@ -186,6 +235,20 @@ def bad_calls():
         None,
         "fill_value: wanted a number, a tensor or one of 'add', .*'median'",
     )
+
+
+@pytest.mark.parametrize("layer", OPTIONS)
+@pytest.mark.parametrize(
+    ("in_channels", "words"),
+    [
+        ((1, 2, 3), r"in_channels: wanted a number, or those of \(sources, targets\), got \(1, 2, 3\)"),
+        ("a", "in_channels: wanted an integer, got 'a'"),
+        (-2, "in_channels: wanted at least -1, got -2"),
+    ],
+)
+def test_bad_channels_are_a_sentence(layer, in_channels, words):
+    with pytest.raises((TypeError, ValueError), match=f"^{words}$"):
+        getattr(pyg, layer)(in_channels, 4)
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,20 @@ def test_real_graphs(name, layer, edge_dim, dtype, score):
     compare(run(mine, graph, options, dtype), single, want, score[0], count_terms(graph))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("size", [1e3, 1e9])
+def test_features_that_are_not_normalised(size, dropout):
+    """Scores up to 1e18: the weights are those of a softmax still, and sum to one."""
+    peer, mine = make_pair("TransformerConv", {"edge_dim": FEATURES, "dropout": dropout})
+    x, attr = make_inputs(GRAPHS["random"], {"edge_dim": FEATURES}, torch.float32)
+    found = []
+    for made in (peer, mine):
+        torch.manual_seed(1)
+        out, (_, weights) = made(x * size, GRAPHS["random"][0], attr * size, return_attention_weights=True)
+        found.append((out / size, weights))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("layer", OPTIONS)
 def test_all_forms_of_edges(layer):
     peer, mine = (made.double() for made in make_pair(layer, {}))
@@ -221,6 +235,12 @@ def test_parameters_and_their_start_are_pygs(layer, options, in_channels):
     mine.reset_parameters()
     mine.load_state_dict(peer.state_dict())
     assert all(map(torch.equal, mine.state_dict().values(), peer.state_dict().values()))
+
+
+@pytest.mark.parametrize("layer", OPTIONS)
+def test_defaults_of_message_passing_are_accepted(layer):
+    known = inspect.signature(geometric.nn.MessagePassing).parameters
+    getattr(ours, layer)(IN, OUT, **{name: each.default for name, each in known.items()})
 
 
 @pytest.mark.parametrize(

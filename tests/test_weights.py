@@ -15,6 +15,7 @@ RELATIONS = {
     "graph": ab.Graph(torch.randint(N, (2, 150), generator=torch.Generator().manual_seed(0)), num_nodes=N),
 }
 OPTIONS = {"plain": {}, "cap": {"softcap": 2.0}, "term": {"terms": [ab.ALiBi(torch.rand(H).double())]}}
+WITH_SINK = OPTIONS | {"sink": {"sink": torch.linspace(-1, 1, H, dtype=torch.float64)}}
 
 
 def inputs(dtype=torch.float64):
@@ -34,12 +35,12 @@ def test_dense_weights_are_stochastic_and_give_the_result(relation, options):
     assert not dense[~rel.dense(N, N, batch=B, heads=H).expand_as(dense)].any()  # Lemma 1
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", WITH_SINK)
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_sparse_rows_agree_with_dense(relation, options, monkeypatch):
     monkeypatch.setattr(module, "PAIRS_AT_ONCE", 100)  # many parts
     q, k, _ = inputs()
-    rel, extra = RELATIONS[relation], OPTIONS[options]
+    rel, extra = RELATIONS[relation], WITH_SINK[options]
     want = ab.attention_weights(q, k, rel, **extra)
     got = torch.zeros_like(want)
     for rows in ab.attention_weights(q, k, rel, form="csr", **extra):
@@ -75,6 +76,31 @@ def test_neighbours_have_an_edge_for_each_place():
     assert torch.equal(got[0, :, 0] != 0, (index >= 0).flatten())
 
 
+@pytest.mark.parametrize("bias", [0.0, -1e4, -1e30, 1e30])
+def test_weights_of_a_row_sum_to_one_beside_any_score(bias):
+    q, k, _ = inputs(torch.float32)
+    graph = RELATIONS["graph"]
+    term = ab.EdgeBias(torch.full((150,), bias))
+    target = graph.edge_index[1]
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            weights = ab.attention_weights(q, k, graph, form="edges", terms=[term])
+        total = torch.zeros(B, N, H).index_add(1, target, weights)
+        torch.testing.assert_close(
+            total, (torch.bincount(target, minlength=N) > 0).float().view(1, N, 1).expand_as(total)
+        )
+
+
+def test_a_row_with_a_bias_that_is_no_number_has_no_weights():
+    q, k, _ = inputs(torch.float32)
+    graph = RELATIONS["graph"]
+    bias = torch.zeros(150)
+    bias[7] = torch.nan
+    weights = ab.edge_weights(q, k, graph, terms=[ab.EdgeBias(bias)])
+    wanted = (graph.edge_index[1] == graph.edge_index[1, 7])[:, None].expand(B, 150, H)
+    assert torch.equal(weights.isnan(), wanted)
+
+
 def test_three_dimensions():
     q, k = torch.randn(2, 3, 5, 8)
     assert ab.attention_weights(q, k, ab.Causal()).shape == (3, 5, 5)
@@ -98,3 +124,8 @@ def test_bad_input_is_a_sentence(relation, options, words):
     q, k, _ = inputs()
     with pytest.raises(ValueError, match=f"^{words}"):
         ab.attention_weights(q, k, relation, **options)
+
+
+def test_a_key_that_is_no_tensor_is_a_sentence():
+    with pytest.raises(TypeError, match=r"^key: wanted a tensor, got list"):
+        ab.edge_weights(torch.zeros(1, 2, 4), [1.0], ab.Graph([[0], [1]], num_nodes=2))

@@ -127,8 +127,8 @@ def _weigh(
         scores = problem.score.pairs(index.h, rows[:, :, :, None], keys[:, :, None])
     scores = scores * problem.scale
     scores = _modify(problem, scores, index)
-    scores = _restrict(problem, scores, index, start, stop)
-    probs, lse = _softmax(scores, problem.sink)
+    scores, often = _restrict(problem, scores, index, start, stop)
+    probs, lse = _softmax(scores, often, problem.sink)
     return probs, lse, index, heads
 
 
@@ -149,8 +149,10 @@ def _modify(problem: Problem, scores: Tensor, index: _Index) -> Tensor:
     return scores  # [B, H, rows, K]
 
 
-def _restrict(problem: Problem, scores: Tensor, index: _Index, start: int, stop: int) -> Tensor:
-    """Set unrelated pairs to -inf; a pair of n edges gets the log of their summed exp(bias), or + log n."""
+def _restrict(
+    problem: Problem, scores: Tensor, index: _Index, start: int, stop: int
+) -> tuple[Tensor, Tensor | None]:
+    """Set unrelated pairs to -inf; and how often each counts, None = once: a pair of n edges n times."""
     b, h, q, k = index
     count: Tensor | None
     if problem.layout is not None:
@@ -160,14 +162,14 @@ def _restrict(problem: Problem, scores: Tensor, index: _Index, start: int, stop:
         assert problem.relation is not None
         count = problem.relation.multiplicity(q, k, b, h)
         related = problem.relation.related(q, k, b, h)
+    often = None if count is None else count.to(scores.dtype)
     if any(isinstance(term, EdgeBias) for term in problem.terms):
-        scores = scores + add_up_edges(problem, start, stop, scores.dtype)
-    elif count is not None:
-        scores = scores + count.clamp(min=1).to(scores.dtype).log()
-    return scores.masked_fill(~related, -torch.inf)
+        bias, often = add_up_edges(problem, start, stop, scores.dtype)
+        scores = scores + bias
+    return scores.masked_fill(~related, -torch.inf), often
 
 
-def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def _softmax(scores: Tensor, often: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the probabilities [B, H, rows, K] and lse [B, H, rows]; 0 and -inf in empty rows."""
     # The sink is one more key, without a value; where there is none it is an unrelated key.
     extra = scores.new_full((), -torch.inf) if sink is None else sink.to(scores.dtype)
@@ -177,6 +179,8 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     top = scores.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0)
     weights = torch.exp(scores - top)
+    if often is not None:
+        weights = weights * torch.nn.functional.pad(often, (0, 1), value=1.0)  # the sink once
     total = weights.sum(-1, keepdim=True)
     empty = total == 0
     total = total.masked_fill(empty, 1)

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 
-def add_up_edges(problem: Problem, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """The logarithm of the summed exp(bias) of each pair's edges, for query rows from start to stop.
+def add_up_edges(problem: Problem, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The largest bias of each pair's edges, and their summed exp(bias - largest), for rows start to stop.
+
+    Apart, because beside a large bias the logarithm of the sum would be lost.
 
     Returns:
-        [B or 1, H, rows, K], -inf for pairs without an edge.
+        [B or 1, H, rows, K] each; -inf and 0 for pairs without an edge.
     """
     (B, H, _, _), K = problem.query.shape, problem.key.shape[2]
     if problem.layout is not None:
@@ -46,11 +48,9 @@ def add_up_edges(problem: Problem, start: int, stop: int, dtype: torch.dtype) ->
     # Less the largest, as in any softmax; finite where all are -inf, so that no gradient is NaN.
     top = values.new_full(shape, -torch.inf).view(-1)
     top = top.scatter_reduce(0, place, values.detach().reshape(-1), "amax")
-    top = top.masked_fill(top == -torch.inf, 0)
-    total = torch.zeros_like(top).index_add(0, place, torch.exp(values.reshape(-1) - top[place]))
-    has_weight = total > 0
-    log = torch.where(has_weight, total, 1).log() + top
-    return log.masked_fill(~has_weight, -torch.inf).view(shape)
+    base = top.masked_fill(top == -torch.inf, 0)
+    total = torch.zeros_like(top).index_add(0, place, torch.exp(values.reshape(-1) - base[place]))
+    return top.view(shape), total.view(shape)
 
 
 def _list_layout(layout: Layout) -> Listing:

@@ -58,8 +58,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     out = empty_like_query(query, value.shape[3])
     lse = query.new_empty(query.shape[:3], dtype=_precision(query))
     for tile in _tiles(call):
-        scores, _ = _scores(call, tile)
-        probs, _, lse[tile.queries] = _softmax(call, tile, scores)
+        scores, often, _ = _scores(call, tile)
+        probs, _, lse[tile.queries] = _softmax(call, tile, scores, often)
         values = value[tile.columns(share)].to(lse.dtype)  # [n, m, E]
         out[tile.queries] = (probs * _keep(call, tile) @ values).to(out.dtype)
     return out, lse
@@ -98,8 +98,8 @@ def backward(
     }
     grad_weight = query.new_zeros((H, D), dtype=torch.float64)
     for tile in _tiles(call):
-        scores, slope = _scores(call, tile)
-        probs, sink_probs, tile_lse = _softmax(call, tile, scores)
+        scores, often, slope = _scores(call, tile)
+        probs, sink_probs, tile_lse = _softmax(call, tile, scores, often)
         keep = _keep(call, tile)
         d_out = grad_out[tile.queries].to(precision)  # [n, rows, E]
         if needs[2]:
@@ -113,9 +113,10 @@ def backward(
         d_scores = probs * (d_probs + d_row[..., None])  # [n, rows, m]
         for part, grad in grad_parts.items():
             if part == "edge":
-                bias, log = _edge_bias(call, tile)
-                of_edge = d_scores.flatten(1)[:, tile.place] * torch.exp(bias - log[:, tile.place])
-                grad.index_put_(_edge_places(call, tile), of_edge.nan_to_num().double(), accumulate=True)
+                weights, _, total = _edge_bias(call, tile)
+                parts = weights / total.masked_fill(total == 0, 1)[:, tile.place]  # of their pairs
+                of_edge = d_scores.flatten(1)[:, tile.place] * parts
+                grad.index_put_(_edge_places(call, tile), of_edge.double(), accumulate=True)
             else:
                 grad.index_put_(_places(call, part, tile), d_scores.double(), accumulate=True)
         d_query, d_key, d_weight = _through_score(call, tile, d_scores * slope)
@@ -193,8 +194,8 @@ def _levels(call: Call, tile: _Tile) -> list[tuple[slice, Tensor | float]]:
     return [(dims, factor.to(_precision(call.query))) for dims, factor in spread]
 
 
-def _scores(call: Call, tile: _Tile) -> tuple[Tensor, Tensor | float]:
-    """Return the scores [n, rows, m], -inf where unrelated, and their slope by q . k or the like."""
+def _scores(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Scores [n, rows, m], -inf where unrelated; how often each counts; their slope by q . k or the like."""
     precision = _precision(call.query)
     queries, keys = _sides(call, tile)
     if call.additive is None:
@@ -212,10 +213,11 @@ def _scores(call: Call, tile: _Tile) -> tuple[Tensor, Tensor | float]:
     for part, values in call.parts.items():
         if part != "edge":
             scores = scores + values[_places(call, part, tile)]
-    often = tile.counts.clamp(min=1).to(precision).log()  # n edges are one with + log n
+    often = tile.counts.to(precision)  # n edges of a pair count n times
     if "edge" in call.parts:
-        often = _edge_bias(call, tile)[1].view_as(scores)
-    return (scores + often).masked_fill(tile.counts == 0, -torch.inf), slope
+        bias, often = (x.view_as(scores) for x in _edge_bias(call, tile)[1:])
+        scores = scores + bias
+    return scores.masked_fill(tile.counts == 0, -torch.inf), often, slope
 
 
 def _sides(call: Call, tile: _Tile) -> tuple[Tensor, Tensor]:
@@ -244,17 +246,17 @@ def _edge_places(call: Call, tile: _Tile) -> tuple[Tensor, Tensor]:
     return tile.number, tile.h[:, None] % call.parts["edge"].shape[1]
 
 
-def _edge_bias(call: Call, tile: _Tile) -> tuple[Tensor, Tensor]:
-    """The bias of each edge [n, edges], and the log of the summed exp(bias) of each pair [n, rows * m]."""
+def _edge_bias(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
+    """Edges: exp(bias - largest of the pair) [n, edges]; pairs: that largest [n, rows * m], and the sums."""
     bias = call.parts["edge"][_edge_places(call, tile)]
     place = tile.place.expand_as(bias)
     top = bias.new_full((len(bias), tile.counts.numel()), -torch.inf).scatter_reduce(1, place, bias, "amax")
-    base = top.masked_fill(top == -torch.inf, 0)
+    weights = torch.exp(bias - top.masked_fill(top == -torch.inf, 0)[:, tile.place])
     # In float64 for the one order of sums, as the gradients.
     total = torch.zeros_like(top, dtype=torch.float64)
     each = torch.arange(len(bias), device=bias.device)[:, None]
-    total.index_put_((each, place), torch.exp(bias - base[:, tile.place]).double(), accumulate=True)
-    return bias, total.to(bias.dtype).log() + base
+    total.index_put_((each, place), weights.double(), accumulate=True)
+    return weights, top, total.to(bias.dtype)
 
 
 def _places(call: Call, part: str, tile: _Tile) -> tuple[Tensor, ...]:
@@ -274,7 +276,7 @@ def _places(call: Call, part: str, tile: _Tile) -> tuple[Tensor, ...]:
     return b, h, *index
 
 
-def _softmax(call: Call, tile: _Tile, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _softmax(call: Call, tile: _Tile, scores: Tensor, often: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the probabilities [n, rows, m], the sink's [n, rows], and lse [n, rows]."""
     sink = scores.new_full(scores.shape[:2], -torch.inf)
     if call.sink is not None:
@@ -282,6 +284,7 @@ def _softmax(call: Call, tile: _Tile, scores: Tensor) -> tuple[Tensor, Tensor, T
     scores = torch.cat([scores, sink[..., None]], dim=-1)  # the sink: a key without a value
     top = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0))
+    weights[..., :-1] *= often
     total = weights.sum(-1, keepdim=True)
     probs = weights / total.masked_fill(total == 0, 1)  # an empty row: 0 / 1
     lse = (top + total.log()).squeeze(-1)  # an empty row: -inf + log 0

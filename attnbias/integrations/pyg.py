@@ -4,10 +4,12 @@
 named after and load their state dicts (PyG itself is not needed). No message is stored: memory grows with
 nodes times features and edges times heads, never with edges times features.
 
-``edge_index`` is a tensor [2, E] of sources and targets, an ``attnbias.Graph``, or a ``torch.sparse`` matrix
-with targets as rows (PyG's ``adj_t``). A graph holds its layout; that of a tensor is kept while the tensor is
-alive and not written to through torch, so that all layers and steps that get the same tensor share it. For
-a static graph pass a ``Graph``.
+``edge_index`` is a tensor [2, E] of sources and targets, an ``attnbias.Graph``, or a matrix with targets as
+rows (PyG's ``adj_t``): ``torch.sparse`` or torch_sparse's ``SparseTensor``. A graph holds its layout; that of
+a tensor is kept while the tensor is alive and torch counts no write to it, so that all layers and steps that
+get the same tensor share it. Writes through ``.data`` or a NumPy array that shares its memory are not
+counted: pass a new tensor then. For a static graph pass a ``Graph``; ``torch.compile(fullgraph=True)`` wants
+one that the layer was called with before.
 
 Dropout in training keeps or drops each pair of nodes, duplicate edges together. Where weights for each edge
 are computed anyway (edge features of ``TransformerConv``, ``return_attention_weights`` of the two others) it
@@ -26,6 +28,7 @@ from torch.nn import functional as F
 from ..relations import Graph
 from ..scores import AdditiveScore
 from ..terms import EdgeBias
+from ..weights import softmax_by_row
 from .pyg_edges import (
     Edges,
     Fill,
@@ -45,8 +48,6 @@ from .pyg_layer import (
     Scores,
     draw_glorot,
     glorot_linear,
-    read_pair,
-    read_whole_pair,
     torch_linear,
 )
 
@@ -133,7 +134,7 @@ class TransformerConv(Conv):
             edge_attr: [E, edge_dim].
             return_attention_weights: if not None, return ``(out, (edge_index, weights [E, H]))``.
         """
-        x_src, x_dst = read_whole_pair(x)
+        x_src, x_dst = self._read_whole_pair(x)
         edges = read_edges(edge_index, edge_attr, (len(x_src), len(x_dst)))
         self._check_edge_dim(edges)
         query, key = self._heads(self.lin_query(x_dst)), self._heads(self.lin_key(x_src))
@@ -168,15 +169,15 @@ class TransformerConv(Conv):
         asked = torch.einsum("nhc,hcd->nhd", query, by_head)  # what a query looks for in edge features
         scale = self.out_channels**-0.5
         bias = dot_features(asked, edges) * scale
-        is_dropped = self._dropout > 0
-        scores = Scores(query, key, terms=(EdgeBias(bias),))
-        # A value of one number: with dropout only the sums are wanted, and the values follow below.
-        out, lse = scores.attend_with_lse(value[..., :1] if is_dropped else value, edges.graph)
-        exponent = dot_nodes(query, key, edges, lse.dtype) * scale + bias - lse.index_select(0, edges.target)
-        weights = dropped = exponent.exp().to(query.dtype)
-        if is_dropped:
+        precision = torch.float64 if query.dtype == torch.float64 else torch.float32
+        scores = dot_nodes(query, key, edges, precision) * scale + bias
+        weights = softmax_by_row(scores.T, edges.target, len(query)).T.to(query.dtype)
+        if self._dropout:
             dropped = F.dropout(weights, self._dropout)
             out = sum_values(dropped, value, edges)
+        else:
+            dropped = weights
+            out = Scores(query, key, terms=(EdgeBias(bias),)).attend(value, edges.graph, 0.0)
         features = sum_features(dropped, edges)  # [targets, H, d]
         return out + torch.einsum("nhd,hcd->nhc", features, by_head), weights
 
@@ -284,7 +285,7 @@ class GATConv(GAT):
             return_attention_weights: if True, return ``(out, (edge_index, weights [E, H]))`` with the edges
                 as they were used, self-loops included; a sparse matrix comes back with the weights in it.
         """
-        x_src, x_dst = read_pair(x)
+        x_src, x_dst = self._read_pair(x)
         targets = None if size is None else size[1]
         edges = read_edges(
             edge_index,
@@ -419,7 +420,7 @@ class GATv2Conv(GAT):
             return_attention_weights: if True, return ``(out, (edge_index, weights [E, H]))`` with the edges
                 as they were used, self-loops included; a sparse matrix comes back with the weights in it.
         """
-        x_src, x_dst = read_whole_pair(x)
+        x_src, x_dst = self._read_whole_pair(x)
         edges = read_edges(
             edge_index,
             edge_attr,

@@ -27,7 +27,7 @@ class Edges(NamedTuple):
 
     graph: Graph
     attr: Tensor | None  # [E, d], in the order of the graph's edges
-    given: Tensor | Graph  # by the caller
+    given: Any  # by the caller: what ``read_edges`` takes
     looped: bool  # whether self-loops were added to what was given
 
     @property
@@ -107,8 +107,11 @@ def _read(edge_index: Any, sizes: tuple[int, int | None]) -> tuple[Graph, Tensor
     if isinstance(edge_index, Graph):
         return edge_index, None
     if not isinstance(edge_index, Tensor):
+        if hasattr(edge_index, "sparse_sizes"):  # torch_sparse's SparseTensor
+            value = edge_index.coo()[2]
+            return Graph.from_adjacency(edge_index), value if value is not None and value.dim() > 1 else None
         raise TypeError(
-            "edge_index: wanted a tensor [2, E], a Graph or a torch.sparse matrix [targets, sources], "
+            "edge_index: wanted a tensor [2, E], a Graph or a sparse matrix [targets, sources], "
             f"got {type(edge_index).__name__}"
         )
     if not _is_sparse(edge_index):
@@ -148,17 +151,22 @@ def _add_loops(graph: Graph, in_order: bool) -> _Looped:
     """Replace the self-loops; kept with the graph, so that a graph of many calls does it once."""
     kept_ones: dict[bool, _Looped] = graph.__dict__.setdefault("_looped_", {})
     if in_order not in kept_ones:
-        targets, sources = graph.lengths
-        source, target = graph.edge_index
-        kept = torch.nonzero(source != target).view(-1)
-        loop = torch.arange(min(sources, targets), device=kept.device)
-        pairs = torch.cat([graph.edge_index.index_select(1, kept), loop.expand(2, -1)], 1)
-        order = None
-        if in_order:  # as a sparse matrix has them
-            order = torch.argsort(pairs[1] * sources + pairs[0], stable=True)
-            pairs = pairs.index_select(1, order)
-        kept_ones[in_order] = _Looped(Graph(pairs, size=(sources, targets)), kept, order)
+        with torch.inference_mode(False):  # what is kept is used in training, too
+            kept_ones[in_order] = _make_loops(graph, in_order)
     return kept_ones[in_order]
+
+
+def _make_loops(graph: Graph, in_order: bool) -> _Looped:
+    targets, sources = graph.lengths
+    source, target = graph.edge_index
+    kept = torch.nonzero(source != target).view(-1)
+    loop = torch.arange(min(sources, targets), device=kept.device)
+    pairs = torch.cat([graph.edge_index.index_select(1, kept), loop.expand(2, -1)], 1)
+    order = None
+    if in_order:  # as a sparse matrix has them
+        order = torch.argsort(pairs[1] * sources + pairs[0], stable=True)
+        pairs = pairs.index_select(1, order)
+    return _Looped(Graph(pairs, size=(sources, targets)), kept, order)
 
 
 def _check_attr(attr: Tensor | None, count: int) -> Tensor | None:

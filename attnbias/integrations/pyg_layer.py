@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ..ops import attention
 from ..relations import Graph
+from ..relations.relation import as_count
 from ..scores import AdditiveScore
 from ..terms import EdgeBias, Term
 from ..weights import edge_weights
@@ -21,7 +22,13 @@ Channels = int | tuple[int, int]
 Nodes = Tensor | tuple[Tensor, Tensor | None]  # [N, F], or sources and targets
 Answer = Tensor | tuple[Tensor, tuple[Tensor, Tensor]]
 
-_MESSAGE_PASSING = {"aggr": ("add", "sum"), "flow": ("source_to_target",), "node_dim": (0, -2)}
+_MESSAGE_PASSING = {
+    "aggr": ("add", "sum"),
+    "aggr_kwargs": (None,),
+    "flow": ("source_to_target",),
+    "node_dim": (0, -2),
+    "decomposed_layers": (1,),
+}
 
 
 class _Linear(torch.nn.Linear):
@@ -82,12 +89,6 @@ class Scores(NamedTuple):
         out = attention(query, key, value, graph, terms=self.terms, score=self.score, dropout_p=dropout)
         return out[0].transpose(0, 1)
 
-    def attend_with_lse(self, value: Tensor, graph: Graph) -> tuple[Tensor, Tensor]:
-        """Attention without dropout, and the logarithm of each softmax sum, [targets, H]."""
-        query, key, value = (x.transpose(0, 1)[None] for x in (self.query, self.key, value))
-        out, lse = attention(query, key, value, graph, terms=self.terms, score=self.score, return_lse=True)
-        return out[0].transpose(0, 1), lse[0].T
-
     def weigh(self, graph: Graph) -> Tensor:
         """The attention of each edge, [E, H]."""
         query, key = (x.transpose(0, 1)[None] for x in (self.query, self.key))
@@ -115,14 +116,14 @@ class Conv(torch.nn.Module):
             if got not in wanted:
                 hint = "; pass edge_index.flip(0)" if name == "flow" else ""
                 raise ValueError(f"{name}: wanted {wanted[0]!r}, the only one there is, got {got!r}{hint}")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout: wanted a share from 0 to 1, got {dropout}")
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.heads = heads
+        if not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
+            raise ValueError(f"dropout: wanted a share from 0 to 1, got {dropout!r}")
+        self.in_channels = _check_channels(in_channels)
+        self.out_channels = as_count("out_channels", out_channels, least=1)
+        self.heads = as_count("heads", heads, least=1)
         self.concat = concat
         self.dropout = dropout
-        self.edge_dim = edge_dim
+        self.edge_dim = None if edge_dim is None else as_count("edge_dim", edge_dim, least=-1)
 
     @property
     def _dropout(self) -> float:
@@ -137,6 +138,29 @@ class Conv(torch.nn.Module):
         sizes = self.in_channels
         return (sizes, sizes) if isinstance(sizes, int) else (sizes[0], sizes[1])
 
+    def _read_pair(self, x: Any) -> tuple[Tensor, Tensor | None]:
+        """Sources and targets."""
+        pair = (x, x) if isinstance(x, Tensor) else x
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], Tensor):
+            raise TypeError(f"x: wanted a tensor [N, F] or a pair (x_src, x_dst), got {type(x).__name__}")
+        for part, size in zip(pair, self._in_sizes, strict=True):
+            if part is None:
+                continue
+            if not isinstance(part, Tensor) or not part.is_floating_point():
+                got = part.dtype if isinstance(part, Tensor) else type(part).__name__
+                raise TypeError(f"x: wanted floating-point features, got {got}")
+            if part.dim() != 2 or size not in (-1, part.shape[1]):
+                wanted = "F" if size == -1 else size
+                raise ValueError(f"x: wanted [N, {wanted}], got {list(part.shape)}")
+        return pair[0], pair[1]
+
+    def _read_whole_pair(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Sources and targets, neither of which may lack."""
+        source, target = self._read_pair(x)
+        if target is None:
+            raise ValueError("x: wanted (x_src, x_dst), got (x_src, None)")
+        return source, target
+
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(-1, self.heads, self.out_channels)  # [N, H, C]
 
@@ -146,7 +170,7 @@ class Conv(torch.nn.Module):
     def _edge_weight(self, attr: Tensor) -> Tensor:
         """The weight of ``lin_edge`` by head, [H, C, d]."""
         lin_edge: Any = self.lin_edge
-        if torch.nn.parameter.is_lazy(lin_edge.weight):
+        if isinstance(lin_edge, torch.nn.LazyLinear):  # until its first call
             lin_edge(attr[:0])
         weight: Tensor = lin_edge.weight
         return weight.view(self.heads, self.out_channels, weight.shape[1])
@@ -176,22 +200,12 @@ class Conv(torch.nn.Module):
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"
 
 
-def read_pair(x: Any) -> tuple[Tensor, Tensor | None]:
-    """Sources and targets."""
-    pair = (x, x) if isinstance(x, Tensor) else x
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], Tensor):
-        raise TypeError(f"x: wanted a tensor [N, F] or a pair (x_src, x_dst), got {type(x).__name__}")
-    for part in pair:
-        if part is not None and part.dim() != 2:
-            raise ValueError(f"x: wanted [N, F], got {list(part.shape)}")
-    return pair[0], pair[1]
-
-
-def read_whole_pair(x: Any) -> tuple[Tensor, Tensor]:
-    """Sources and targets, neither of which may lack."""
-    source, target = read_pair(x)
-    if target is None:
-        raise ValueError("x: wanted (x_src, x_dst), got (x_src, None)")
+def _check_channels(in_channels: Any) -> Channels:
+    if not isinstance(in_channels, (tuple, list)):
+        return as_count("in_channels", in_channels, least=-1)
+    if len(in_channels) != 2:
+        raise ValueError(f"in_channels: wanted a number, or those of (sources, targets), got {in_channels}")
+    source, target = (as_count("in_channels", size, least=-1) for size in in_channels)
     return source, target
 
 

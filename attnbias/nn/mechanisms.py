@@ -8,11 +8,14 @@ and a score outside the relation is -inf, not -1e9.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from ..layouts.layout import Layout
 from ..relations import Causal, Full, Relation, Window
+from ..terms import Term
 from .relational import RelationalAttention
 
 
@@ -121,21 +124,45 @@ class GraphAttention(RelationalAttention):
         super().__init__(d_model, heads, **options)
 
     @overload  # type: ignore[override]  # the second argument is the graph: there is no memory
-    def forward(self, x: Tensor, relation: Relation, *, return_weights: Literal[False] = ...) -> Tensor: ...
+    def forward(
+        self,
+        x: Tensor,
+        relation: Relation | Layout | None = ...,
+        *,
+        terms: Sequence[Term] = ...,
+        return_weights: Literal[False] = ...,
+    ) -> Tensor: ...
     @overload
     def forward(
-        self, x: Tensor, relation: Relation, *, return_weights: Literal[True]
+        self,
+        x: Tensor,
+        relation: Relation | Layout | None = ...,
+        *,
+        terms: Sequence[Term] = ...,
+        return_weights: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
     def forward(
-        self, x: Tensor, relation: Relation, *, return_weights: bool = False
+        self,
+        x: Tensor,
+        relation: Relation | Layout | None = None,
+        *,
+        terms: Sequence[Term] = (),
+        return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend along the edges.
 
         Args:
             x: nodes, [n, d_model] or [B, n, d_model].
-            relation: a Graph; a 0/1 adjacency matrix (row = query) is ``Dense(matrix != 0)``.
-            return_weights: return the weights too.
+            relation: a Graph; a 0/1 adjacency matrix (row = query) is ``Dense(matrix != 0)``. None is the
+                one that the layer was made with.
+            terms: score terms, such as an ``EdgeBias``.
+            return_weights: return the weights too; dense, so for small graphs (else ``edge_weights``).
+
+        Raises:
+            TypeError: if there is no graph.
         """
+        if relation is None and self.relation is None:
+            raise TypeError("relation: wanted a graph, got None; Full() relates all nodes")
         if return_weights:
-            return super().forward(x, relation=relation, return_weights=True)
-        return super().forward(x, relation=relation)
+            return super().forward(x, relation=relation, terms=terms, return_weights=True)
+        return super().forward(x, relation=relation, terms=terms)

@@ -139,9 +139,12 @@ class RelationalAttention(nn.Module):
 
         Raises:
             ValueError: if a shape does not fit.
+            TypeError: if ``x`` or ``memory`` is no tensor.
         """
         memory = x if memory is None else memory
         for name, tokens in (("x", x), ("memory", memory)):
+            if not isinstance(tokens, Tensor):
+                raise TypeError(f"{name}: wanted a tensor, got {type(tokens).__name__}")
             if tokens.dim() != x.dim() or tokens.dim() not in (2, 3) or tokens.shape[-1] != self.d_model:
                 raise ValueError(
                     f"{name}: wanted [n, {self.d_model}] or [B, n, {self.d_model}] like the other, "

@@ -15,8 +15,11 @@ MOST_BITS = 63  # of a code
 def as_points(name: str, points: Any) -> NDArray[np.float64]:
     """Finite coordinates [N, d] given as a tensor, an array or nested lists."""
     if hasattr(points, "detach"):
-        points = points.detach().cpu()
-    array = np.asarray(points, np.float64)
+        points = points.detach().double().cpu()  # NumPy has no bfloat16
+    try:
+        array = np.asarray(points, np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: wanted coordinates [N, d], got {type(points).__name__}") from None
     if array.ndim != 2 or not array.shape[1]:
         raise ValueError(f"{name}: wanted coordinates [N, d], got shape {list(array.shape)}")
     if not np.isfinite(array).all():

@@ -178,7 +178,10 @@ class Relation:
         """The layout at these lengths, built once and kept with the relation."""
         from ..layouts.cache import cached_layout
 
-        return cached_layout(
+        make = cached_layout
+        if torch.is_inference_mode_enabled():  # what is kept is used in training, too
+            make = torch.inference_mode(False)(cached_layout)
+        return make(
             self,
             q_len,
             k_len,
@@ -451,10 +454,8 @@ def show(value: Any, short: bool | None = None) -> str:
 
 
 def as_indices(name: str, value: Any, ranks: Sequence[int]) -> Tensor:
-    """A private int64 copy of integers given as a tensor, an array or nested lists."""
-    if isinstance(value, np.ndarray):
-        value = np.ascontiguousarray(value)  # torch takes no negative strides
-    tensor = torch.as_tensor(value)
+    """A private int64 copy of integers given as a tensor, an array, nested lists, or a list of tensors."""
+    tensor = _as_tensor(name, value)
     if tensor.numel() == 0 and not isinstance(value, Tensor | np.ndarray):
         tensor = tensor.long()
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
@@ -462,7 +463,23 @@ def as_indices(name: str, value: Any, ranks: Sequence[int]) -> Tensor:
     if tensor.dim() not in ranks:
         wanted = " or ".join(str(rank) for rank in ranks)
         raise ValueError(f"{name}: wanted {wanted} dimensions, got shape {list(tensor.shape)}")
-    return tensor.detach().to(torch.int64, copy=True)
+    with torch.inference_mode(False):  # what is kept is used in training, too
+        return tensor.detach().to(torch.int64, copy=True)
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    several = isinstance(value, list | tuple) and len(value) and all(isinstance(x, Tensor) for x in value)
+    try:
+        if several:  # such as sources and targets
+            return torch.stack(list(value))
+        # Copied, for torch takes no negative strides.
+        tensor = torch.as_tensor(np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value)
+    except (RuntimeError, TypeError, ValueError):
+        wanted = "integers in a tensor, an array or lists of equal length"
+        raise TypeError(f"{name}: wanted {wanted}, got {type(value).__name__}") from None
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: wanted a dense tensor, got {tensor.layout}")
+    return tensor
 
 
 def as_count(name: str, value: Any, least: int = 0) -> int:
