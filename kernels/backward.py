@@ -25,9 +25,11 @@ from .levels import (
     factors,
     load_own,
     multiply_shares,
+    own_prefix,
     score_full,
     score_mixed,
     store_chunks,
+    sums_prefix,
     zero_chunks,
 )
 from .row_sums import PADDING
@@ -76,7 +78,6 @@ def _walk_keys(
     q_len,
     levels,
     own,
-    prefix,
     share,
     LOOP: tl.constexpr,
     SPEC: tl.constexpr,
@@ -98,7 +99,7 @@ def _walk_keys(
             if MASKED:
                 s, depths = score_mixed(own, walked, (first + levels[1], j * COLS), levels, inner, SPEC)
             else:
-                s, k = score_full(q, *walked, prefix, inner, LOOP, SPEC)
+                s, k = score_full(q, *walked, inner, LOOP, SPEC)
         else:
             k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
         v = fetch(V, b, h, j, v_row, cols, k_len, COLS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
@@ -199,10 +200,11 @@ def backward_query_kernel(
     k_row = SPEC.row_strides[0] if SPEC.row_strides[0] else k_strides[2]
     v_row = SPEC.row_strides[1] if SPEC.row_strides[1] else v_strides[2]
     q = head_of(Q, b, h, q_strides)
+    own = q, i * ROWS, q_strides[2], rows, q_len
     if SPEC.has_levels:
-        q = load_own(q, i * ROWS, q_strides[2], rows, q_len, SPEC)
+        q = load_own(own, SPEC)
     else:
-        q = load_rows(q, i * ROWS, q_strides[2], rows, q_len, SPEC.d, D_COLUMNS, True, SPEC)
+        q = load_rows(*own, SPEC.d, D_COLUMNS, True, SPEC)
         if SPEC.is_negated:
             q = -q
     grad = head_of(GRAD_OUT, b, h, grad_strides)
@@ -212,9 +214,8 @@ def backward_query_kernel(
     patterns += (i % (SPEC.tile // ROWS)) * (ROWS * SPEC.tile // 32)
     drop = (tl.load(SEED), drop_above, q_start, regrow) if SPEC.has_dropout else None
     dq = zero_chunks(ROWS, SPEC) if SPEC.has_levels else tl.zeros([ROWS, D_COLUMNS], tl.float32)
-    sides = q, grad, lse2, delta, K, V, b, kh, tiles, marks, patterns
+    sides = grad, lse2, delta, K, V, b, kh, tiles, marks, patterns
     if SPEC.has_levels:
-        own = head_of(Q, b, h, q_strides), i * ROWS, q_strides[2], rows, q_len
         for PART in tl.static_range(len(SPEC.loops)):
             for depth in tl.range(SPEC.loops[PART][1], SPEC.loops[PART][2]):
                 low, high = class_bounds(
@@ -226,21 +227,23 @@ def backward_query_kernel(
                 )
                 part, by, within, prefix = factors(LEVELS, depth, c, inner, SPEC.loops[PART], SPEC)
                 dq = _walk_keys(
-                    dq,
+                    *(dq, own_prefix(q, own, prefix, SPEC.loops[PART], SPEC)),
                     *sides,
                     *(low, high, k_row, v_row, k_len, by, within, h, i * ROWS),
                     drop,
                     TERMS,
                     D_TERMS,
-                    *(b * heads + h, q_len, LEVELS, own, prefix, part),
+                    *(b * heads + h, q_len, LEVELS, own, part),
                     SPEC.loops[PART],
                     SPEC,
                 )
+                # Depths go up: what is behind a prefix was zero.
+                dq = sums_prefix(dq, zero_chunks(ROWS, SPEC), prefix, SPEC.loops[PART], SPEC)
     else:
         for PART in tl.static_range(len(SPEC.loops)):
             low, high = middle if PART else begin, end if PART else middle
             dq = _walk_keys(
-                dq,
+                *(dq, q),
                 *sides,
                 *(low, high, k_row, v_row, k_len, c, inner, h, i * ROWS),
                 drop,
@@ -249,7 +252,7 @@ def backward_query_kernel(
                 *(b * heads + h, q_len),
                 LEVELS,
                 None,
-                *(0, 1.0),
+                1.0,
                 SPEC.loops[PART],
                 SPEC,
             )

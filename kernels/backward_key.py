@@ -18,9 +18,11 @@ from .levels import (
     factors,
     load_own,
     multiply_shares,
+    own_prefix,
     score_full,
     score_mixed,
     store_chunks,
+    sums_prefix,
     zero_chunks,
 )
 from .row_sums import PADDING
@@ -67,7 +69,6 @@ def _walk_queries(
     k_len,
     levels,
     own,
-    prefix,
     share,
     LOOP: tl.constexpr,
     SPEC: tl.constexpr,
@@ -89,7 +90,7 @@ def _walk_queries(
             if MASKED:
                 s, depths = score_mixed(own, walked, (first, j * ROWS + levels[1]), levels, inner, SPEC)
             else:
-                s, q = score_full(k, *walked, prefix, inner, LOOP, SPEC)
+                s, q = score_full(k, *walked, inner, LOOP, SPEC)
         else:
             q = fetch(Q, b, h, j, q_row, rows, q_len, ROWS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
         grad = fetch(GRAD_OUT, b, h, j, grad_row, rows, q_len, ROWS, SPEC.e, SPEC.e_columns, MASKED, SPEC)
@@ -191,11 +192,11 @@ def backward_key_kernel(
     listed, i, kh, b = place(order, is_ordered, list_tiles, key_heads, COLS, SPEC)
     cols = tl.arange(0, COLS)
     k = head_of(K, b, kh, k_strides)
+    own = k, i * COLS, k_strides[2], cols, k_len
     if SPEC.has_levels:
-        own = k, i * COLS, k_strides[2], cols, k_len
-        k = load_own(k, i * COLS, k_strides[2], cols, k_len, SPEC)
+        k = load_own(own, SPEC)
     else:
-        k = load_rows(k, i * COLS, k_strides[2], cols, k_len, SPEC.d, D_COLUMNS, True, SPEC)
+        k = load_rows(*own, SPEC.d, D_COLUMNS, True, SPEC)
         if SPEC.is_negated:
             k = -k
     v = head_of(V, b, kh, v_strides)
@@ -216,7 +217,7 @@ def backward_key_kernel(
         d_key_bias = tl.zeros([COLS], tl.float32)
         queries = Q if SPEC.tma else head_of(Q, b, h, q_strides)
         grads = GRAD_OUT if SPEC.tma else head_of(GRAD_OUT, b, h, grad_strides)
-        sides = k, v, queries, grads, LSE2 + at, DELTA + at, b, h, tiles, marks, patterns
+        sides = v, queries, grads, LSE2 + at, DELTA + at, b, h, tiles, marks, patterns
         if SPEC.has_levels:
             for PART in tl.static_range(len(SPEC.loops)):
                 for depth in tl.range(SPEC.loops[PART][1], SPEC.loops[PART][2]):
@@ -228,22 +229,25 @@ def backward_key_kernel(
                         SPEC,
                     )
                     part, by, within, prefix = factors(LEVELS, depth, c, inner, SPEC.loops[PART], SPEC)
+                    # With one head, depths go up: what is behind a prefix is zero.
+                    before = dk if SPEC.is_grouped else zero_chunks(COLS, SPEC)
                     dk, dv, d_key_bias = _walk_queries(
-                        *(dk, dv),
+                        *(dk, dv, own_prefix(k, own, prefix, SPEC.loops[PART], SPEC)),
                         *sides,
                         *(low, high, q_row, grad_row, q_len, by, within, i * COLS),
                         drop,
                         d_key_bias,
                         TERMS,
-                        *(k_len, LEVELS, own, prefix, part),
+                        *(k_len, LEVELS, own, part),
                         SPEC.loops[PART],
                         SPEC,
                     )
+                    dk = sums_prefix(dk, before, prefix, SPEC.loops[PART], SPEC)
         else:
             for PART in tl.static_range(len(SPEC.loops)):
                 low, high = middle if PART else begin, end if PART else middle
                 dk, dv, d_key_bias = _walk_queries(
-                    *(dk, dv),
+                    *(dk, dv, k),
                     *sides,
                     *(low, high, q_row, grad_row, q_len, c, inner, i * COLS),
                     drop,
@@ -252,7 +256,7 @@ def backward_key_kernel(
                     k_len,
                     LEVELS,
                     None,
-                    *(0, 1.0),
+                    1.0,
                     SPEC.loops[PART],
                     SPEC,
                 )
@@ -320,6 +324,7 @@ def tiles_backward_key(
         needs_k=dk is not None,
         needs_v=dv is not None,
         needs_key_bias=d_key_bias is not None,
+        is_grouped=Hk < H,
         **numbers.present,
         **extras.present,
         **levels.present,

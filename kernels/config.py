@@ -114,6 +114,7 @@ class Spec(NamedTuple):
     needs_k: bool = False
     needs_v: bool = False
     needs_key_bias: bool = False
+    is_grouped: bool = False  # heads that share keys, where it matters
     has_levels: bool = False  # a multi-level score, see levels.py
     depths: int = 0  # how many levels there are
     per_pair: bool = False  # divide by the number of levels that a pair shares
@@ -163,7 +164,12 @@ _SINCE_3_9 = {
 # The same for multi-level scores, where the above spills or does not fit.
 _LEVELS: dict[tuple[int, int, int], dict[str, str]] = {
     (80, 64, 128): {"backward_key": "32x64 w4 s3"},
+    (80, 128, 128): {"forward": "128x64 w8 s3 F", "backward_key": "32x128 w8 s2 N F"},
+    (90, 128, 128): {"backward_key": "64x128 w8 s3 F"},
     (100, 64, 128): {"forward": "128x64 w4 s3 N A P E2", "backward_key": "64x128 w8 s2 N A"},
+    (100, 128, 128): {"forward": "128x64 w4 s2 N A P", "backward_key": "32x128 w4 s2 N A"},
+    (120, 64, 128): {"backward_key": "64x64 w4 s2 F"},
+    (120, 128, 128): {"backward_key": "32x128 w8 s2 N F"},
 }
 _LEVELS_SINCE_3_9 = {**_LEVELS, (90, 64, 128): {"backward_query": "64x64 w4 s3 N"}}
 _SMALL = (86, 89, 120)  # architectures with 99 KB of shared memory

@@ -10,7 +10,7 @@ from .bias import PLAIN, Extras, add_terms, keep_tile
 from .config import Target
 from .launch import Lists, Numbers, Walked, launch
 from .levels import PLAIN as NO_LEVELS
-from .levels import Levels, class_bounds, factors, load_own, score_full, score_mixed
+from .levels import Levels, class_bounds, factors, load_own, own_prefix, score_full, score_mixed
 from .tile import (
     LN2,
     LOG2E,
@@ -83,7 +83,6 @@ def _walk_keys(
     q_len,
     levels,
     own,
-    prefix,
     LOOP: tl.constexpr,
     SPEC: tl.constexpr,
 ):
@@ -102,7 +101,7 @@ def _walk_keys(
             walked = K, j * COLS, k_row, cols, k_len
             s, _ = score_mixed(own, walked, (first + levels[1], j * COLS), levels, inner, SPEC)
         elif SPEC.has_levels:
-            s, _ = score_full(q, K, j * COLS, k_row, cols, k_len, prefix, inner, LOOP, SPEC)
+            s, _ = score_full(q, K, j * COLS, k_row, cols, k_len, inner, LOOP, SPEC)
         else:
             k = fetch(K, b, h, j, k_row, cols, k_len, COLS, SPEC.d, SPEC.d_columns, MASKED, SPEC)
             s = score(q, k, inner, SPEC)
@@ -178,10 +177,11 @@ def forward_kernel(
     k_row = SPEC.row_strides[0] if SPEC.row_strides[0] else k_strides[2]
     v_row = SPEC.row_strides[1] if SPEC.row_strides[1] else v_strides[2]
     q = head_of(Q, b, h, q_strides)
+    own = q, i * ROWS, q_strides[2], rows, q_len
     if SPEC.has_levels:
-        q = load_own(q, i * ROWS, q_strides[2], rows, q_len, SPEC)
+        q = load_own(own, SPEC)
     else:
-        q = load_rows(q, i * ROWS, q_strides[2], rows, q_len, SPEC.d, SPEC.d_columns, True, SPEC)
+        q = load_rows(*own, SPEC.d, SPEC.d_columns, True, SPEC)
         if SPEC.is_negated:  # the maximum is of scores that are yet to be multiplied by c > 0
             q = -q
     patterns += (i % (SPEC.tile // ROWS)) * (ROWS * SPEC.tile // 32)
@@ -191,7 +191,6 @@ def forward_kernel(
     acc = tl.zeros([ROWS, E_COLUMNS], tl.float32)
     sides = K, V, b, kh, tiles, marks, patterns
     if SPEC.has_levels:
-        own = head_of(Q, b, h, q_strides), i * ROWS, q_strides[2], rows, q_len
         m = m if SPEC.has_terms else m * c
         for PART in tl.static_range(len(SPEC.loops)):
             for depth in tl.range(SPEC.loops[PART][1], SPEC.loops[PART][2]):
@@ -205,12 +204,12 @@ def forward_kernel(
                 _, by, within, prefix = factors(LEVELS, depth, c, inner, SPEC.loops[PART], SPEC)
                 unit = 1.0 if SPEC.has_terms else by
                 acc, m, total = _walk_keys(
-                    *(acc, m / unit, total, q),
+                    *(acc, m / unit, total, own_prefix(q, own, prefix, SPEC.loops[PART], SPEC)),
                     *sides,
                     *(low, high, k_row, v_row, k_len, by, within, h, i * ROWS),
                     drop,
                     TERMS,
-                    *(q_len, LEVELS, own, prefix),
+                    *(q_len, LEVELS, own),
                     SPEC.loops[PART],
                     SPEC,
                 )
@@ -227,7 +226,6 @@ def forward_kernel(
                 q_len,
                 LEVELS,
                 None,
-                0,
                 SPEC.loops[PART],
                 SPEC,
             )

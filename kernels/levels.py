@@ -1,10 +1,11 @@
 """Multi-level scores: a tile at depth l reads the first prefix(l) dims of the side that is walked.
 
 The dims are cut at up to four prefixes, rounded up to 16. A full tile has one depth. Tiles of the depths
-between two cuts are one loop, which multiplies the chunks up to its cut alone; dims between a prefix and the
-cut are read as zeros. Tiles whose pairs differ in depth are with the partial ones: first come the levels that
-all pairs of a tile share, for the others a loop asks which pairs do. It reads both sides from memory, so
-that code and registers do not grow with the number of levels. Queries come divided by the ranks.
+between two cuts are one loop, which multiplies the chunks up to its cut alone. What a depth has not of these
+dims is cut off outside its loop over tiles: from the own side before, from the sums after. Tiles whose pairs
+differ in depth are with the partial ones: first come the levels that all pairs of a tile share, for the
+others a loop asks which pairs do. It reads both sides from memory, so that code and registers do not grow
+with the number of levels. Queries come divided by the ranks.
 """
 # Triton gives kernels their types, from the arguments of a launch.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc"
@@ -37,7 +38,7 @@ class Loop(NamedTuple):
     first: int
     stop: int
     is_partial: bool
-    whole: int  # chunks of which every depth reads all dims
+    whole: int  # chunks of which every depth reads all dims; all for partial tiles, where it is by pair
 
 
 class Chunk(NamedTuple):
@@ -136,7 +137,7 @@ def plan(prefixes: tuple[int, ...], shares_first: bool) -> tuple[tuple[Chunk, ..
         whole = sum(min(chunk.first + chunk.columns, size) <= (0, *prefixes)[depth] for chunk in chunks)
         loops.append(Loop(len(chunks), depth, stop, False, whole))
         depth = stop
-    return tuple(chunks), (*loops, Loop(len(chunks), depth, depth + 1, True, 0))
+    return tuple(chunks), (*loops, Loop(len(chunks), depth, depth + 1, True, len(chunks)))
 
 
 @triton.jit
@@ -169,7 +170,7 @@ def factors(levels, depth, c, inner, LOOP: tl.constexpr, SPEC: tl.constexpr):
     share = 1.0
     if SPEC.per_pair and not LOOP[3]:
         share = 1.0 / tl.maximum(depth, 1).to(tl.float32)
-    prefix = tl.load(levels[0] + depth * FIELDS + 4) if LOOP[4] < LOOP[0] and not LOOP[3] else 0
+    prefix = tl.load(levels[0] + depth * FIELDS + 4) if LOOP[4] < LOOP[0] else 0
     if SPEC.is_capped:
         inner = inner * share
     else:
@@ -222,17 +223,51 @@ def keep_dims(x, dim, low, high):
 
 
 @triton.jit
-def load_own(base, first, row, rows, length, SPEC: tl.constexpr):
-    """Rows of all chunks of the side that is not walked, negated for a negative scale."""
+def own_chunk(own, CHUNK: tl.constexpr, SPEC: tl.constexpr):
+    """One chunk of the side that is not walked, (base, first, row, rows, length), its sign the scale's."""
+    x = load_chunk(*own, CHUNK, True, SPEC)
+    return -x if SPEC.is_negated else x
+
+
+@triton.jit
+def load_own(own, SPEC: tl.constexpr):
+    """All chunks of the side that is not walked."""
     chunks = ()
     for i in tl.static_range(len(SPEC.chunks)):
-        x = load_chunk(base, first, row, rows, length, SPEC.chunks[i], True, SPEC)
-        chunks = chunks + (-x if SPEC.is_negated else x,)
+        chunks = chunks + (own_chunk(own, SPEC.chunks[i], SPEC),)
     return chunks
 
 
 @triton.jit
-def score_full(x, base, first, row, rows, length, prefix, inner, LOOP: tl.constexpr, SPEC: tl.constexpr):
+def own_prefix(x, own, prefix, LOOP: tl.constexpr, SPEC: tl.constexpr):
+    """x, the chunks of the own side, with zeros from the prefix of a depth on.
+
+    Chunks that it cuts are read again: there are no registers for both.
+    """
+    out = ()
+    for i in tl.static_range(len(SPEC.chunks)):
+        y = x[i]
+        if i >= LOOP[4] and i < LOOP[0]:
+            y = keep_dims(own_chunk(own, SPEC.chunks[i], SPEC), SPEC.chunks[i][0], 0, prefix)
+        out = out + (y,)
+    return out
+
+
+@triton.jit
+def sums_prefix(sums, before, prefix, LOOP: tl.constexpr, SPEC: tl.constexpr):
+    """The chunks of sums up to the prefix of a depth, then what they were before its tiles."""
+    out = ()
+    for i in tl.static_range(len(SPEC.chunks)):
+        total = sums[i]
+        if i >= LOOP[4] and i < LOOP[0]:
+            dims = SPEC.chunks[i][0] + tl.arange(0, SPEC.chunks[i][1])
+            total = tl.where((dims < prefix)[None, :], total, before[i])
+        out = out + (total,)
+    return out
+
+
+@triton.jit
+def score_full(x, base, first, row, rows, length, inner, LOOP: tl.constexpr, SPEC: tl.constexpr):
     """Score x, chunks of the own side, with a full tile of rows from ``first`` on; see tile.score.
 
     Returns the scores, and the chunks of the tile.
@@ -240,10 +275,7 @@ def score_full(x, base, first, row, rows, length, prefix, inner, LOOP: tl.conste
     COUNT: tl.constexpr = LOOP[0]
     y = ()
     for i in tl.static_range(COUNT):
-        z = load_chunk(base, first, row, rows, length, SPEC.chunks[i], False, SPEC)
-        if i >= LOOP[4]:
-            z = keep_dims(z, SPEC.chunks[i][0], 0, prefix)
-        y = y + (z,)
+        y = y + (load_chunk(base, first, row, rows, length, SPEC.chunks[i], False, SPEC),)
     s = tl.dot(x[0], y[0].T, input_precision=SPEC.precision)
     for i in tl.static_range(1, COUNT):
         s = tl.dot(x[i], y[i].T, s, input_precision=SPEC.precision)

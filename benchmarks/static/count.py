@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import report
-from . import edges
+from . import edges, levels
 from .edges import Figures as EdgeFigures
 from .figures import STORE, Table, load
 from .levels import CAPABILITIES as WITH_LEVELS
 from .levels import Figures as LevelFigures
-from .levels import figures as count_levels
 
 PEERED = (80, 90, 100, 120)  # with FlexAttention's kernels beside ours
 SIZES = (64, 128)
@@ -37,6 +36,11 @@ def count_flex(cc: int, d: int) -> Table:
 def count_edges(cc: int) -> list[EdgeFigures]:
     """Count our loops over edges, and those of a kernel that takes one at a time."""
     return edges.count([cc])
+
+
+def count_levels(cc: int) -> list[LevelFigures]:
+    """Count our loops of multi-level scores, and plain ones in their tiles."""
+    return levels.count([cc])
 
 
 def versions() -> tuple[str, str]:
@@ -77,8 +81,8 @@ def count(capabilities: Sequence[int], jobs: int, rebuild: bool, path: Path = ST
             found.ours.update(of_tiles.get())
             found.edges.extend(of_edges.get())
         report.progress("counting levels")
-        for levels in of_levels:
-            found.levels.extend(levels.get())
+        for by_depth in of_levels:
+            found.levels.extend(by_depth.get())
     report.progress("")
     return found
 
