@@ -4,9 +4,6 @@
 #endif
 #include <stdlib.h>
 #include <string.h>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include <atomic>
 
@@ -107,23 +104,6 @@ int32_t check(const ab_call *call, bool backward) {
   return call->scratch_bytes < bytes ? AB_SMALL_SCRATCH : AB_OK;
 }
 
-// Results are fresh memory more often than not, and to be given it page by page takes longer than to
-// compute them. So large ones are asked for in large pages, as NumPy does.
-void want_large_pages([[maybe_unused]] void *data, [[maybe_unused]] int64_t bytes) {
-#if defined(MADV_HUGEPAGE)
-  constexpr uintptr_t PAGE = 2 << 20;
-  if (!data || bytes < (int64_t)PAGE) return;
-  const uintptr_t first = ((uintptr_t)data + PAGE - 1) / PAGE * PAGE;
-  const uintptr_t last = ((uintptr_t)data + (uintptr_t)bytes) / PAGE * PAGE;
-  if (first < last) madvise((void *)first, last - first, MADV_HUGEPAGE);  // if refused, nothing is lost
-#endif
-}
-
-void want_large_pages(const ab_call &call, const ab_tensor &x, int64_t heads, int64_t rows, int64_t size) {
-  const int64_t last = (call.B - 1) * x.batch + (heads - 1) * x.head + (rows - 1) * x.row + size;
-  want_large_pages(x.data, last * (x.dtype == AB_FLOAT32 ? 4 : 2));
-}
-
 }  // namespace
 
 char *ab_thread_memory(int64_t bytes) {
@@ -155,16 +135,11 @@ int64_t ab_scratch_bytes(const ab_call *call, int32_t backward) {
 int32_t ab_forward(const ab_call *call) {
   if (!call->B || !call->H || !call->Q) return AB_OK;  // nothing to write
   const int32_t status = check(call, false);
-  want_large_pages(*call, call->out, call->H, call->Q, call->E);
   return status == AB_OK ? level_for(*call)->forward(call) : status;
 }
 
 int32_t ab_backward(const ab_call *call) {
   const int32_t status = check(call, true);
-  want_large_pages(*call, call->dq, call->H, call->Q, call->D);
-  want_large_pages(*call, call->dk, call->Hk, call->K, call->D);
-  want_large_pages(*call, call->dv, call->Hk, call->K, call->E);
-  want_large_pages(call->scratch, call->scratch_bytes);
   return status == AB_OK ? level_for(*call)->backward(call) : status;
 }
 
