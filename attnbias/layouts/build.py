@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +15,7 @@ from .costs import Costs, costs_of
 from .device import lay_out
 from .edges import Edges
 from .intervals import Intervals, Ints, count_groups, pointer
-from .layout import FIELDS, Form, Layout, empty_layout
+from .layout import SIZES, Form, Layout, empty_layout, field_shapes
 from .levels import add_levels
 from .predicate import Predicate
 from .tiles import (
@@ -261,7 +262,11 @@ def _assemble(tiling: Tiling, edges: Edges, group: Ints, q_start: int) -> Layout
         patterns_count=len(words),
         edges=len(edges.key),
     )
-    view = {name: getattr(layout, name).numpy() for name in FIELDS}
+    buffer, offsets = layout.buffer.numpy(), layout.where.tolist()[len(SIZES) :]
+    view = {
+        name: buffer[offset : offset + math.prod(shape)].reshape(shape)
+        for (name, shape), offset in zip(field_shapes(layout.sizes).items(), offsets, strict=True)
+    }
     view["group"][:] = group
     for side, name in ((by_query, "q"), (by_key, "k")):
         if by_query.tiles:
