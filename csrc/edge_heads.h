@@ -113,6 +113,15 @@ AB_INLINE void prefetch_heads(const Rows<const T> &rows, int64_t i, int64_t head
   }
 }
 
+// As Single::fetch_keys.
+template <int L, class S, class T>
+AB_INLINE void fetch_head_keys(const Single<T> &a, int64_t i, int64_t first, int64_t n) {
+  a.fetch_ahead(i, a.call.K, a.edge_key, first, n, [&](int64_t key) AB_LAMBDA {
+    prefetch_heads<L, S>(a.k, key, a.call.k.head);
+    prefetch_heads<L, S>(a.v, key, a.call.v.head);
+  });
+}
+
 // The products of head_dots for COUNT edges at once.
 template <int L, class S, int COUNT, class T>
 AB_INLINE void dots_step(const T *x, int64_t x_head, const Rows<const T> &rows, int64_t head,
@@ -317,10 +326,7 @@ static void fused_forward(const Single<T> &a, int64_t row, int64_t end, const in
     int64_t at = 0;
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
-      a.fetch_ahead(i, call.K, a.edge_key, ptr[i], n, [&](int64_t key) AB_LAMBDA {
-        prefetch_heads<L, S>(a.k, key, call.k.head);
-        prefetch_heads<L, S>(a.v, key, call.v.head);
-      });
+      fetch_head_keys<L, S>(a, i, ptr[i], n);
       head_dots<L, S>(a.q[i], call.q.head, a.k, call.k.head, a.edge_key + ptr[i], n, s + at);
       at += round_up(n * L, Packed<L>::STRIDE);
     }
@@ -368,10 +374,7 @@ static void fused_backward(const Single<T> &a, int64_t row, int64_t end, const i
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
       const int32_t *key = a.edge_key + ptr[i], self = (int32_t)i;
-      a.fetch_ahead(i, call.K, a.edge_key, ptr[i], n, [&](int64_t key) AB_LAMBDA {
-        prefetch_heads<L, S>(a.k, key, call.k.head);
-        prefetch_heads<L, S>(a.v, key, call.v.head);
-      });
+      fetch_head_keys<L, S>(a, i, ptr[i], n);
       head_dots<L, S>(a.dout[i], call.dout.head, a.o, call.out.head, &self, 1, delta[i - row]);
       for (int h = 0; a.dlse && h < L; h++) delta[i - row][h] -= a.dlse[h * call.Q + i];
       head_dots<L, S>(a.q[i], call.q.head, a.k, call.k.head, key, n, s + at);

@@ -111,16 +111,21 @@ def test_cases_hold_tiles_and_edges() -> None:
     assert sizes["equal blocks"].patterns < sizes["equal blocks"].tiles_partial
 
 
+SIZED = {"aten::nonzero", "aten::_unique2", "aten::unique_dim", "aten::repeat_interleave"}
+
+
 class Reads(TorchDispatchMode):
-    """Counts numbers that the host asks a tensor for; elsewhere than on a CPU each waits for the device."""
+    """Counts numbers that the host learns of a tensor, sizes of results included: each waits for a device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numbers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.numbers += 1
+        name = func._schema.name
+        masks = args[1] if name == "aten::index" else ()
+        is_masked = any(x is not None and x.dtype == torch.bool for x in masks)
+        self.numbers += name in SIZED or name == "aten::_local_scalar_dense" or is_masked
         return func(*args, **(kwargs or {}))
 
 
@@ -133,8 +138,9 @@ def test_the_host_reads_a_few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     for n in (100, 1000):
         graph = shuffled(blocks(n, 200, 130, 64), 50)
         with Reads() as reads:
+            graph._check_range()  # on a device a part of binding; reads the least and largest of two lists
             build_here(graph, n + 394, n + 394, 0, GPU_COSTS[80])
-        assert 0 < reads.numbers <= 8, reads.numbers
+        assert 4 < reads.numbers + 4 <= 13, reads.numbers  # tolist() of these four does not pass the mode
 
 
 def test_a_graph_on_a_device_is_laid_out_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The layout of pairs that lie on a GPU, made there.
 
-The same layout as that of ``build``, by PyTorch's sorts and searches: the host learns a handful of numbers,
-which sizes and errors depend on, however many pairs there are.
+The same layout as that of ``build``, by PyTorch's sorts and searches: the host learns a dozen numbers, which
+sizes and errors depend on, however many pairs there are.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class _Tiles(NamedTuple):
     of_pair: Tensor  # [E], the tile of each pair, -1 = none
 
     def keep(self, which: Tensor) -> _Tiles:
-        return _Tiles(self.row[which], self.col[which], self.is_covered[which], _number(which)[self.of_pair])
+        place = _places(which)
+        return _Tiles(self.row[place], self.col[place], self.is_covered[place], _number(which)[self.of_pair])
 
 
 def lay_out(
@@ -71,7 +72,8 @@ def lay_out(
     if form == "tiles" and bool(listed.is_repeated.any()):
         raise ValueError("form='tiles': duplicate edges count twice, which only edges can hold")
     tried = []
-    for size in (tile,) if tile else costs.tile:
+    to_try = (tile,) if tile else tuple(costs.tile)
+    for size in to_try[:1] if form == "edges" else to_try:
         sizes = _Sizes(groups, q_len, k_len, size)
         tiles = _tile(listed, sizes)
         kept, work = _weigh(listed, sizes, tiles, form, costs)
@@ -90,6 +92,11 @@ def _sort(pairs: Pairs, k_len: int) -> _List:
     is_repeated = torch.zeros_like(code, dtype=torch.bool)
     is_repeated[1:] = code.diff() == 0
     return _List(code // max(k_len, 1), code % max(k_len, 1), number, is_repeated)
+
+
+def _places(which: Tensor) -> Tensor:
+    """Where a mask is true: the host waits for their count once, not for each tensor that is indexed."""
+    return which.nonzero().squeeze(1)
 
 
 def _number(which: Tensor) -> Tensor:
@@ -131,9 +138,11 @@ def _weigh(listed: _List, sizes: _Sizes, tiles: _Tiles, form: Form, costs: Costs
     rows = len(height)
     as_tiles = _pointer(tiles.row, rows).diff() * height * min(sizes.tile, sizes.k_len)
     as_tiles = as_tiles.double() * costs.tile[sizes.tile]
-    as_edges = _pointer(tile_row, rows).diff().double() * costs.edge
+    ptr = _pointer(tile_row, rows)
+    as_edges = ptr.diff().double() * costs.edge
     kept = as_tiles <= as_edges if form == "auto" else torch.full_like(height, form == "tiles").bool()
-    kept = kept & (_pointer(tile_row[listed.is_repeated], rows).diff() == 0)  # a bit holds a pair once
+    repeated = torch.nn.functional.pad(listed.is_repeated.cumsum(0), (1, 0))  # before each pair
+    kept = kept & (repeated[ptr].diff() == 0)  # a bit holds a pair once
     return kept, torch.where(kept, as_tiles, as_edges).sum()
 
 
@@ -145,8 +154,8 @@ def _assemble(group: Ints, q_start: int, sizes: _Sizes, listed: _List, tiles: _T
     by_query = ~(tiles.is_covered & (tiles.col < k_len // tile))
     by_key = ~(tiles.is_covered & (query_tile < q_len // tile))
     mark, *patterns = _patterns(listed, sizes, tiles, by_query | by_key)
-    is_edge = tiles.of_pair < 0
-    edges = _List(*(x[is_edge] for x in listed))
+    place = _places(tiles.of_pair < 0)
+    edges = _List(*(x[place] for x in listed))
     layout = empty_layout(
         listed.row.device,
         q_len=q_len,
@@ -175,15 +184,15 @@ def _patterns(listed: _List, sizes: _Sizes, tiles: _Tiles, has_one: Tensor) -> t
     tile = sizes.tile
     mark = _number(has_one)
     of_pair = mark[tiles.of_pair]
-    inside = of_pair >= 0
+    inside = _places(of_pair >= 0)
     number, key = of_pair[inside], listed.key[inside] % tile
     query = listed.row[inside] % max(sizes.q_len, 1) % tile
     count = int(mark.max()) + 1
     words, words_t = (_bits(count, tile, *places) for places in ((number, query, key), (number, key, query)))
     if not count:
         return mark, words, words_t
-    _, same = torch.unique(words.flatten(1), dim=0, return_inverse=True)
-    example = torch.zeros(int(same.max()) + 1, dtype=torch.int64, device=same.device)
+    distinct, same = torch.unique(words.flatten(1), dim=0, return_inverse=True)
+    example = torch.zeros(len(distinct), dtype=torch.int64, device=same.device)
     example.scatter_(0, same, torch.arange(count, device=same.device))  # whichever: they are equal
     return torch.where(mark < 0, -1, same[mark]), words[example], words_t[example]
 
