@@ -16,7 +16,7 @@ from .backends.strides import empty_like_query
 from .layouts.layout import Layout
 from .multilevel import MultiLevel
 from .problem import Call, Problem, fit_edges
-from .relations import from_key
+from .relations.recipe import restore
 from .scores import read_score
 from .terms import MadePart, make_parts
 
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from .scores import Score
     from .terms import Term
 
+# ``layout``: the two tensors of a layout. A call traced with a relation has the tensors of its recipe there,
+# and the layout is made when the op runs.
 # ``spec``: its first line is for the backend: a score that is not the dot product, then the parts of the
-# terms. A call traced with a relation adds two, the layout's form and the relation's key; the layout is then
-# looked up when the op runs.
-# ``backend``: a name; behind a "?" it has yet to be asked whether it can run ("?" alone: choose).
+# terms. A call traced with a relation adds two, the layout's form and the text of the relation's recipe.
+# ``backend``: a name; a leading "?" means that it has yet to be asked whether it can run ("?" only: choose).
 _ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor layout, Tensor where, Tensor[] terms, Tensor? sink, "
+    "Tensor q, Tensor k, Tensor v, Tensor[] layout, Tensor[] terms, Tensor? sink, "
     "Tensor? seed, SymInt q_start, float scale, float softcap, float dropout_p, str spec, "
     "str backend"
 )
@@ -177,7 +178,8 @@ def attend(problem: Problem, name: str | None) -> tuple[Tensor, Tensor | None]:
     given = (vars(part).values() for part in (*problem.terms, problem.score) if part is not None)
     _refuse_transformed(problem.query, problem.key, problem.value, problem.sink, *chain(*given))
     # Straight to the op's autograd implementation: the way through the dispatcher takes 6 us more.
-    return _call(_forward_autograd, problem, layout_of(problem), "", name)
+    layout = layout_of(problem)
+    return _call(_forward_autograd, problem, [layout.buffer, layout.where], "", name)
 
 
 def layout_of(problem: Problem) -> Layout:
@@ -208,21 +210,23 @@ def _is_traced(query: Tensor) -> bool:
 
 def _call_traced(problem: Problem, name: str | None) -> tuple[Tensor, Tensor]:
     """Call the op in a way that holds for every length: nothing about the layout is read."""
-    layout, wanted = problem.layout, ""
-    if layout is None:
-        assert problem.relation is not None
-        wanted = f"\n{problem.form}\n{problem.relation.key}"
-        layout = Layout(
-            torch.empty(0, dtype=torch.int32, device=problem.query.device),
-            torch.empty(0, dtype=torch.int64),
+    backend = "?" if name is None else f"?{name}"
+    if problem.layout is not None:
+        return _call(_forward_op, problem, [problem.layout.buffer, problem.layout.where], "", backend)
+    assert problem.relation is not None
+    recipe = problem.relation.recipe
+    if torch.compiler.is_exporting() and not recipe.is_portable:
+        raise ValueError(
+            "relation: an exported program cannot carry a Python function or object; "
+            f"pass the layout of {problem.relation!r}, relation.layout(q_len, k_len), as an argument"
         )
-    return _call(_forward_op, problem, layout, wanted, "?" if name is None else f"?{name}")
+    return _call(_forward_op, problem, list(recipe.data), f"\n{problem.form}\n{recipe.text}", backend)
 
 
 def _call(
     op: Callable[..., tuple[Tensor, Tensor]],
     problem: Problem,
-    layout: Layout,
+    layout: list[Tensor],
     wanted: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
@@ -234,8 +238,7 @@ def _call(
         problem.query,
         problem.key,
         problem.value,
-        layout.buffer,
-        layout.where,
+        layout,
         parts,
         problem.sink,
         problem.seed,
@@ -261,8 +264,7 @@ def _prepare(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    buffer: Tensor,
-    where: Tensor,
+    tensors: Sequence[Tensor],
     terms: Sequence[Tensor],
     sink: Tensor | None,
     seed: Tensor | None,
@@ -276,10 +278,10 @@ def _prepare(
     """Make what the backend gets from the op's arguments; a traced call is checked only now."""
     words, _, wanted = spec.partition("\n")
     score, _ = read_score(words, terms)
-    relation = None
+    relation: Relation | None = None
     if wanted:
-        form, _, name = wanted.partition("\n")
-        relation = from_key(name)
+        form, _, text = wanted.partition("\n")
+        relation = restore(text, tensors)
         B, H, Q, _ = query.shape
         layout = relation.layout(
             Q,
@@ -292,7 +294,7 @@ def _prepare(
             score=score if isinstance(score, MultiLevel) else None,
         )
     else:
-        layout = Layout(buffer, where)
+        layout = Layout(*tensors)
     call = Call(query, key, value, layout, tuple(terms), sink, seed, scale, softcap, dropout_p, words)
     if backend[:1] == "?":
         problem = Problem(
@@ -338,7 +340,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[T
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
-    query, key, value, _, _, terms, sink = arguments[:7]
+    query, key, value, _, terms, sink = arguments[:6]
     inputs, needs = (query, key, value, sink, *terms), arguments[-1]
     return [torch.empty_like(x) for x, need in zip(inputs, needs, strict=True) if need]
 
@@ -352,31 +354,32 @@ class _Forward(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        buffer: Tensor,
-        where: Tensor,
+        layout: list[Tensor],
         sink: Tensor | None,
         seed: Tensor | None,
         numbers: tuple[Any, ...],
         *terms: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Compute, and keep what the derivative reads."""
-        tensors = (query, key, value, buffer, where, list(terms), sink, seed)
+        tensors = (query, key, value, layout, list(terms), sink, seed)
         out, lse = _below_autograd(_forward_op, _forward, *tensors, *numbers)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, buffer, where, sink, seed, out, lse, *terms)
+        ctx.save_for_backward(query, key, value, sink, seed, out, lse, *layout, *terms)
+        ctx.layout_size = len(layout)
         ctx.numbers = numbers
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute the gradients that are asked for and no others."""
-        query, key, value, buffer, where, sink, seed, out, lse, *terms = ctx.saved_tensors
+        query, key, value, sink, seed, out, lse, *rest = ctx.saved_tensors
+        layout, terms = rest[: ctx.layout_size], rest[ctx.layout_size :]
         asked = ctx.needs_input_grad
-        needs = [*asked[:3], asked[5], *asked[8:]]
-        tensors = (query, key, value, buffer, where, terms, sink, seed)
+        needs = [*asked[:3], asked[4], *asked[7:]]
+        tensors = (query, key, value, layout, terms, sink, seed)
         grads = iter(_backward_autograd(*tensors, *ctx.numbers, out, lse, grad_out, grad_lse, needs))
         dq, dk, dv, dsink, *dterms = (next(grads) if need else None for need in needs)
-        return dq, dk, dv, None, None, dsink, None, None, *dterms
+        return dq, dk, dv, None, dsink, None, None, *dterms
 
 
 class _Backward(torch.autograd.Function):
@@ -397,26 +400,26 @@ def _forward_autograd(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    buffer: Tensor,
-    where: Tensor,
+    layout: list[Tensor],
     terms: list[Tensor],
     sink: Tensor | None,
     seed: Tensor | None,
     *numbers: Any,
 ) -> Any:
+    layout, terms = layout or [], terms or []  # AOTInductor hands an empty list over as None
     inputs = (query, key, value, sink, *terms)
     _refuse_transformed(*inputs)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _Forward.apply(  # type: ignore[no-untyped-call]
-            query, key, value, buffer, where, sink, seed, numbers, *terms
+            query, key, value, layout, sink, seed, numbers, *terms
         )
-    tensors = (query, key, value, buffer, where, terms, sink, seed)
+    tensors = (query, key, value, layout, terms, sink, seed)
     return _below_autograd(_forward_op, _forward, *tensors, *numbers)
 
 
 def _backward_autograd(*arguments: Any) -> Any:
     if torch.is_grad_enabled():
-        tensors = [x for x in (*arguments, *arguments[5]) if isinstance(x, Tensor)]
+        tensors = [x for x in (*arguments, *arguments[4]) if isinstance(x, Tensor)]
         if any(x.requires_grad for x in tensors):
             return list(_Backward.apply(arguments, *tensors))  # type: ignore[no-untyped-call]
     return _below_autograd(_backward_op, _backward, *arguments)

@@ -1,16 +1,16 @@
-"""torch.compile and torch.export: the same results, and how often they compile."""
+"""torch.compile: the same results, and how often it compiles."""
 
-import io
+import gc
 import math
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
 import attnbias as ab
 from attnbias.integrations import pyg
+from attnbias.relations import recipe
 from attnbias.testing import make_inputs
 
 
@@ -68,7 +68,7 @@ def graph_of(count):
 # -- the same results ------------------------------------------------------------------------------
 
 WINDOW = ab.Causal() & ab.Window(before=5)
-DOCUMENTS = ab.Documents(torch.arange(100) // 9)  # too many numbers for a key: named by a token
+DOCUMENTS = ab.Documents(torch.arange(100) // 9)
 
 
 @pytest.mark.parametrize("kind", ["relation", "layout"])
@@ -211,6 +211,77 @@ def test_with_a_relation_as_argument_a_new_one_compiles_once():
     assert count.frame_count == len(relations)
 
 
+def new_documents(seed, length=100):
+    return ab.Documents(
+        torch.randint(9, (2, length), generator=torch.Generator().manual_seed(seed)).sort().values
+    )
+
+
+@pytest.mark.parametrize("kind", ["relation", "layout", "made inside"])
+@pytest.mark.parametrize("length", [20, 100])
+def test_new_documents_every_step_compile_at_most_twice(kind, length):
+    """Each batch of documents compiled anew, and after eight of them all ran in eager for good."""
+
+    def call(q, k, v, relation):
+        return ab.attention(q, k, v, relation if kind == "layout" else relation & ab.Window(before=7))
+
+    def call_with_ids(q, k, v, ids):
+        return ab.attention(q, k, v, ab.Documents(ids) & ab.Window(before=7))
+
+    call = call_with_ids if kind == "made inside" else call
+    compiled, count = counted(call)
+    for step in range(12):
+        # A layout's own length differs from step to step: with the tokens' length that would be a third.
+        relation = new_documents(step, length + 5 * (step > 5 and kind != "layout"))
+        longest = relation.ids.shape[1]
+        given = {
+            "relation": relation,
+            "layout": (relation & ab.Window(before=7)).layout(longest, longest),
+            "made inside": relation.ids,
+        }[kind]
+        assert_same(compiled, call, *leaves(longest), given)
+    assert count.frame_count <= 2
+
+
+def test_new_functions_compile_once():
+    def call(q, k, v, relation):
+        return ab.attention(q, k, v, relation)
+
+    compiled, count = counted(call)
+    for step in range(4):
+        assert_same(compiled, call, *leaves(), ab.Where(lambda q, k, reach=step: q - k == reach))
+    assert count.frame_count == 1
+
+
+@pytest.mark.parametrize("make", [new_documents, lambda seed: ab.Where(lambda q, k: q % 3 == k % 3)])
+def test_a_relation_may_be_dropped_before_backward(make):
+    """Its data was gone when the compiled backward looked for it."""
+
+    def call(q, k, v, relation):
+        return ab.attention(q, k, v, relation)
+
+    compiled, _ = counted(call)
+    q, k, v = leaves(100)
+    grads = []
+    for function in (compiled, call):
+        out = function(q, k, v, make(0))
+        gc.collect()
+        grads.append(torch.autograd.grad(out.sin().sum(), (q, k, v)))
+    for mine, given in zip(*grads, strict=True):
+        assert torch.equal(mine, given)
+
+
+def test_relations_of_a_compiled_call_are_freed():
+    """What the op keeps of a relation goes with the relation."""
+    compiled, _ = counted(ab.attention)
+    inputs = [x.detach() for x in leaves(100)]
+    kept = len(recipe._restored)
+    for seed in range(3):
+        compiled(*inputs, new_documents(seed) & ab.Where(lambda q, k: q >= k))
+    gc.collect()
+    assert len(recipe._restored) == kept
+
+
 def test_with_a_relation_in_a_module_a_new_one_compiles_once():
     module = Attend(ab.Causal())
     compiled, count = counted(module, dynamic=True)
@@ -312,14 +383,6 @@ def test_relation_for_other_lengths_is_told_when_the_compiled_function_runs():
         compiled(*leaves(90))
 
 
-def test_relation_whose_data_is_gone_is_told_when_the_op_runs():
-    q, k, v = leaves(100)
-    gone = ab.Documents(torch.arange(100)).key
-    nothing = (torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64), [], None, None)
-    with pytest.raises(ValueError, match="holds data that is gone in this process"):
-        torch.ops.attnbias.forward(q, k, v, *nothing, 0, 1.0, 0.0, 0.0, f"\nauto\n{gone}", "?")
-
-
 def test_named_backend_that_cannot_run_is_told_when_the_compiled_function_runs(monkeypatch):
     compiled, _ = counted(Attend(WINDOW, backend="rows"))
     monkeypatch.setattr(ab.dispatch.rows, "why_not", lambda problem: ["moon: wrong phase"])
@@ -339,50 +402,7 @@ def test_reference_traced_with_a_layout_is_refused(options):
         counted(call)[0](*leaves(33), WINDOW.layout(33, 33))
 
 
-# -- export ----------------------------------------------------------------------------------------
-
-
-def lengths_are_dynamic():
-    keys = Dim("keys", min=2)
-    return {2: Dim("queries", min=2)}, {2: keys}, {2: keys}
-
-
-@pytest.mark.parametrize(
-    ("strict", "options"),
-    [(True, {}), (False, {"q_start": "end"}), (False, {"terms": [Distance()]})],
-    ids=["strict", "end", "terms"],
-)
-def test_export_with_a_relation(strict, options):
-    module = Attend(WINDOW, **options)
-    exported = torch.export.export(
-        module,
-        leaves(20, 33, requires_grad=False),
-        dynamic_shapes=lengths_are_dynamic(),
-        strict=strict,
-    )
-    file = io.BytesIO()
-    torch.export.save(exported, file)
-    file.seek(0)
-    for program in (exported, torch.export.load(file)):
-        for lengths in ((64, 64), (7, 90)):
-            assert_same(program.module(), module, *leaves(*lengths))
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export_with_a_layout(strict):
-    class WithLayout(torch.nn.Module):
-        def forward(self, q, k, v, layout):
-            return ab.attention(q, k, v, layout, softcap=2.0)
-
-    module = WithLayout()
-    exported = torch.export.export(
-        module,
-        (*leaves(20, 33, requires_grad=False), WINDOW.layout(20, 33)),
-        dynamic_shapes=(*lengths_are_dynamic(), [{0: Dim("entries")}, None]),
-        strict=strict,
-    )
-    for relation, lengths in ((WINDOW, (20, 33)), (ab.Full(), (7, 90))):
-        assert_same(exported.module(), module, *leaves(*lengths), relation.layout(*lengths))
+# -- sizes and edges -------------------------------------------------------------------------------
 
 
 def test_compiled_reference_checks_the_relation():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnbias as ab
-from attnbias.relations import from_key
+from attnbias.relations.recipe import restore
 from attnbias.testing import random_relation
 
 lengths = st.sampled_from([0, 1, 5, 24, 63, 65, 97])
@@ -75,8 +75,8 @@ def test_a_decoding_step_is_a_row_of_the_whole(seed, rows, k_len, start):
 
 @laws
 @given(seeds, st.sampled_from([5, 24]))
-def test_values_survive_pickle_and_their_key(seed, length):
+def test_values_survive_pickle_and_their_recipe(seed, length):
     relation = drawn(seed, length, length, depth=2)
     assert pickle.loads(pickle.dumps(relation)) == relation
     assert hash(pickle.loads(pickle.dumps(relation))) == hash(relation)
-    assert from_key(relation.key) == relation
+    assert restore(relation.recipe.text, relation.recipe.data) == relation

@@ -24,12 +24,11 @@ def leaves(Q=33, K=33, **kwargs):
 def op_arguments(q, k, v, relation, *, traced=False, sink=None, seed=None, dropout_p=0.0):
     """The arguments of the op, as attention gives them in eager, or while it is traced."""
     layout = relation if isinstance(relation, ab.Layout) else relation.layout(q.shape[2], k.shape[2])
-    buffer, where, spec = layout.buffer, layout.where, ""
+    tensors, spec = [layout.buffer, layout.where], ""
     if traced and layout is not relation:
-        spec = f"\nauto\n{relation.key}"
-        buffer, where = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+        tensors, spec = list(relation.recipe.data), f"\nauto\n{relation.recipe.text}"
     numbers = (0, 0.3, 2.0, dropout_p, spec, "?" if traced else "rows")
-    return (q, k, v, buffer, where, [], sink, seed, *numbers)
+    return (q, k, v, tensors, [], sink, seed, *numbers)
 
 
 CASES = {

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import re
+import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
 
 import attnbias as ab
-from attnbias.relations import from_key, parse
+from attnbias.relations import parse
+from attnbias.relations.recipe import restore
 
 GRIDS = [
     (ab.Full(), (2, 3), 0, "### ###"),
@@ -146,20 +151,14 @@ def _diagonal(q, k):
 
 
 @pytest.mark.parametrize("relation", [r for r, *_ in GRIDS if "Where" not in repr(r)], ids=repr)
-def test_repr_and_key_give_the_relation_back(relation):
+def test_repr_and_recipe_give_the_relation_back(relation):
     assert parse(repr(relation)) == relation
     assert eval(repr(relation), vars(ab).copy()) == relation
-    assert from_key(relation.key) == relation
+    assert restore(relation.recipe.text, relation.recipe.data) == relation
 
 
-def test_long_data_is_abbreviated_and_found_by_its_token():
-    documents = ab.Documents.from_lengths([300, 17, 707])
-    assert repr(documents) == "Documents(ids=<[1024]>)"
-    mixed = documents & ab.Window(before=3)
-    assert from_key(mixed.key) == mixed
-    token = ab.Documents(torch.zeros(100, dtype=torch.int64)).key
-    with pytest.raises(ValueError, match="holds data that is gone in this process; pass a layout"):
-        from_key(token)
+def test_long_data_is_abbreviated_when_printed():
+    assert repr(ab.Documents.from_lengths([300, 17, 707])) == "Documents(ids=<[1024]>)"
 
 
 def test_data_is_copied_at_construction():
@@ -437,16 +436,53 @@ def test_bad_input_is_a_sentence(make, error, words):
         make()
 
 
+class Knight(ab.Relation):
+    """Keys two before or one after."""
+
+    def related(self, q, k, b=None, h=None):
+        return (q - k == 2) | (k - q == 1)
+
+
+class Leap(ab.Relation):
+    """Keys a distance before, for positions that are allowed."""
+
+    distance: int
+    allowed: torch.Tensor
+
+    def related(self, q, k, b=None, h=None):
+        return (q - k == self.distance) & torch.isin(q, self.allowed.to(q.device))
+
+
 def test_a_new_relation_needs_only_its_definition():
-    from attnbias.relations.relation import value
-
-    @value
-    class Knight(ab.Relation):
-        """Keys two before or one after."""
-
-        def related(self, q, k, b=None, h=None):
-            return (q - k == 2) | (k - q == 1)
-
     assert Knight().picture(3, 3) == ".#.\n..#\n#.."
     layout = ab.Layout.build(Knight() | ab.Graph([[0], [0]], num_nodes=3), 3, 3)
     assert layout.to_dense().sum() == 4
+
+
+def test_a_new_relation_is_a_value_like_any_other():
+    """Without a private decorator it had no key, and a compiled call did not find it."""
+    leap = Leap(2, torch.tensor([2, 3]))
+    assert leap == Leap(2, torch.tensor([2, 3])) != Leap(2, torch.tensor([2, 4]))
+    assert repr(leap) == "Leap(distance=2, allowed=[2, 3])"
+    assert parse("Knight() & Window(before=2)") == Knight() & ab.Window(before=2)
+    mixed = (leap | Knight()) & ab.Causal()
+    for again in (pickle.loads(pickle.dumps(mixed)), restore(mixed.recipe.text, mixed.recipe.data)):
+        assert again == mixed and torch.equal(again.dense(5, 5), mixed.dense(5, 5))
+    q, k, v = torch.randn(3, 1, 2, 5, 4)
+    compiled = torch.compile(ab.attention, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v, mixed), ab.attention(q, k, v, mixed))
+
+
+def test_the_example_in_contributing_works_as_written(monkeypatch):
+    """Its relation had to be registered in a list that the guide did not name, and did not compile."""
+    text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "class Half" in block)
+    module = types.ModuleType("half")
+    monkeypatch.setitem(sys.modules, "half", module)
+    exec(code, vars(module))
+    half = module.Half(least=1)
+    assert half.picture(4, 4) == "#...\n#...\n##..\n##.."
+    assert parse("Half(least=1)") == restore(*half.recipe[:2]) == half
+    assert ab.Layout.build(half, 200, 200).to_dense().equal(half.dense(200, 200))
+    with pytest.raises(ValueError, match="least: wanted at least 0, got -1"):
+        module.Half(-1)

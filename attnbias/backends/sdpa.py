@@ -16,16 +16,13 @@ if TYPE_CHECKING:
 
 name = "sdpa"
 
-_FULL = Full().key
-_CAUSAL = Causal().key
-
 
 def why_not(problem: Problem) -> list[str]:
     """Say what keeps scaled_dot_product_attention from running this problem."""
     reasons = []
-    if problem.relation is None or problem.relation.key not in (_FULL, _CAUSAL):
+    if not isinstance(problem.relation, (Full, Causal)):
         reasons.append("relation: only Full() and Causal(), not as a layout")
-    elif problem.relation.key == _CAUSAL and problem.q_start != 0 and not _sees_all(problem):
+    elif isinstance(problem.relation, Causal) and problem.q_start != 0 and not _sees_all(problem):
         reasons.append(f"q_start: Causal() is aligned at the top left, got {problem.q_start}")
     for given, what in (
         (bool(problem.terms), "terms: not supported"),
@@ -57,7 +54,7 @@ def attend(problem: Problem) -> tuple[Tensor, None]:
     query, key, value = problem.query, problem.key, problem.value
     # Decided by branching: while dynamo traces, a comparison of sizes is a symbol and not a bool.
     causal = grouped = False
-    if problem.relation.key == _CAUSAL and not _sees_all(problem):
+    if isinstance(problem.relation, Causal) and not _sees_all(problem):
         causal = True
     if query.shape[1] != key.shape[1]:
         grouped = True

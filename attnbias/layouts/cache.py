@@ -1,4 +1,4 @@
-"""Layouts built once: kept with a relation that holds data, in one bounded cache for all others."""
+"""Layouts built once: kept with a relation that holds much data, in one bounded cache for all others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Key = tuple[object, ...]
 
 
 class LayoutCache:
-    """Layouts of relations that are all in their key, least recently used dropped first."""
+    """Layouts of small relations; drops the least recently used first."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit  # bytes
@@ -86,8 +86,8 @@ def cached_layout(
     """See :meth:`Relation.layout`."""
     key: Key = (q_len, k_len, q_start, device, form, batch, heads, score)
     own: dict[Key, Layout] | None = None
-    if relation.is_plain:
-        key = (relation.key, *key)
+    if relation.is_small:
+        key = (relation, *key)
         found = layout_cache.get(key)
     else:
         # On the instance, so that they die with it.

@@ -2,7 +2,7 @@
 
 from .choice import PerBatch, PerHead
 from .documents import Documents, Padding
-from .expression import from_key, parse
+from .expression import parse
 from .graph import Graph
 from .grids import Neighborhood
 from .neighbors import Neighbors, knn_graph
@@ -44,7 +44,6 @@ __all__ = [
     "Relation",
     "Where",
     "Window",
-    "from_key",
     "knn_graph",
     "parse",
 ]

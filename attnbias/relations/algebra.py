@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from ..layouts.edges import Edges
 from ..layouts.intervals import Ints, count_groups
 from ..layouts.predicate import Predicate
 from .patterns import Causal, Empty, Full, Window, window_of
-from .relation import MANY_NUMBERS, Relation, as_count, as_indices, show, value
+from .relation import Relation, as_count, as_indices, show
 
 
 def conjunction(*parts: Relation) -> Relation:
@@ -38,24 +38,28 @@ def _combine(
     pick: Callable[[float, float], float],
     parts: Sequence[Relation],
 ) -> Relation:
-    kept: dict[str, Relation] = {}
+    kept: list[Relation] = []
     for part in parts:
         for each in part.parts if isinstance(part, kind) else (part,):
-            if isinstance(each, Causal | Window):
-                # Windows all hold the diagonal, so their union is one window as well.
-                known = kept.get("window")
-                if isinstance(known, Causal | Window):
-                    both = zip(known.band, each.band, strict=True)
-                    kept["window"] = window_of(*(pick(mine, other) for mine, other in both))
-                else:
-                    kept["window"] = each
-            elif not isinstance(each, neutral):
-                # Told apart by key, which never reads data: a double left standing costs less.
-                kept[each.key] = each
-    kept = {key: each for key, each in kept.items() if not isinstance(each, neutral)}
+            place = next((i for i, other in enumerate(kept) if _merge(each, other)), None)
+            if place is None:
+                kept.append(each)
+            elif isinstance(each, Causal | Window):
+                both = zip(cast(Window, kept[place]).band, each.band, strict=True)
+                kept[place] = window_of(*(pick(mine, other) for mine, other in both))
+    kept = [each for each in kept if not isinstance(each, neutral)]
     if not kept:
         return neutral()
-    return next(iter(kept.values())) if len(kept) == 1 else kind(tuple(kept.values()))
+    return kept[0] if len(kept) == 1 else kind(tuple(kept))
+
+
+def _merge(a: Relation, b: Relation) -> bool:
+    """Whether two parts are one: both windows, or equal without a look at their data."""
+    if isinstance(a, Causal | Window):
+        # Windows all hold the diagonal, so their union is one window as well.
+        return isinstance(b, Causal | Window)
+    data = zip(a.recipe.data, b.recipe.data, strict=False)
+    return a.recipe.text == b.recipe.text and all(x is y for x, y in data)
 
 
 class Wrapper(Relation):
@@ -115,7 +119,7 @@ def common_size(what: str, sizes: Sequence[int | None]) -> int | None:
 
 class _Many(Wrapper):
     parts: tuple[Relation, ...]
-    symbol: str
+    symbol: ClassVar[str]
 
     def inner(self) -> tuple[Relation, ...]:
         return self.parts
@@ -130,12 +134,9 @@ class _Many(Wrapper):
     def __repr__(self) -> str:
         return f"({f' {self.symbol} '.join(repr(part) for part in self.parts)})"
 
-    def _make_key(self) -> str:
-        return f"({f' {self.symbol} '.join(part.key for part in self.parts)})"
-
     @property
     def T(self) -> Relation:
-        return type(self)(tuple(part.T for part in self.parts))  # type: ignore[call-arg]
+        return type(self)(tuple(part.T for part in self.parts))
 
     def _fold(self, join: Callable[[Tensor, Tensor], Tensor], *at: Tensor | None) -> Tensor:
         first, *rest = (part.related(*at) for part in self.parts)  # type: ignore[arg-type]
@@ -144,7 +145,6 @@ class _Many(Wrapper):
         return first
 
 
-@value
 class And(_Many):
     """Pairs that every part relates; written ``a & b``."""
 
@@ -161,7 +161,6 @@ class And(_Many):
         return bound
 
 
-@value
 class Or(_Many):
     """Pairs that some part relates; written ``a | b``."""
 
@@ -182,7 +181,6 @@ class _One(Wrapper):
         return (self.relation,)
 
 
-@value
 class Not(_One):
     """Pairs that the relation does not relate; written ``~a``."""
 
@@ -204,11 +202,7 @@ class Not(_One):
     def __repr__(self) -> str:
         return f"(~{self.relation!r})"
 
-    def _make_key(self) -> str:
-        return f"(~{self.relation.key})"
 
-
-@value
 class Transposed(_One):
     """The reverse relation; written ``a.T``."""
 
@@ -261,9 +255,6 @@ class Transposed(_One):
     def __repr__(self) -> str:
         return f"{self.relation!r}.T"
 
-    def _make_key(self) -> str:
-        return f"{self.relation.key}.T"
-
 
 def _rows(form: Any, positions: Ints) -> Any:
     """The rows of a form at the given positions, in every group; where it has none, empty ones."""
@@ -282,7 +273,6 @@ def shifted(relation: Relation, distance: int) -> Relation:
     return relation if distance == 0 else Shifted(relation, distance)
 
 
-@value
 class Shifted(_One):
     """The relation with every key moved; written ``a.shift(n)``."""
 
@@ -328,11 +318,7 @@ class Shifted(_One):
     def __repr__(self) -> str:
         return f"{self.relation!r}.shift({self.distance})"
 
-    def _make_key(self) -> str:
-        return f"{self.relation.key}.shift({self.distance})"
 
-
-@value
 class Permuted(_One):
     """The relation among relabelled tokens; written ``a.permute(order)``."""
 
@@ -419,11 +405,6 @@ class Permuted(_One):
 
     def __repr__(self) -> str:
         return f"{self.relation!r}.permute({show(self.order)})"
-
-    def _make_key(self) -> str:
-        if self._numbers() <= MANY_NUMBERS and self.order.device.type == "cpu":
-            return f"{self.relation.key}.permute({show(self.order)})"
-        return self._token()
 
 
 _PAIRS_PER_ROW = 64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ..layouts.bound import Bound, Place, stack
 from .algebra import Wrapper
-from .relation import Relation, value
+from .relation import Relation
 
 
 class _Choice(Wrapper):
     """One relation for each head, or for each batch."""
 
     parts: Sequence[Relation]
-    axis: str
+    axis: ClassVar[str]
 
     def __post_init__(self) -> None:
         name, parts = type(self).__name__, cast(Any, self.parts)
@@ -74,31 +74,27 @@ class _Choice(Wrapper):
         return self._pick(self._number(b, h), each)
 
     def _bind(self, at: Place) -> Bound:
-        distinct = {part.key: part for part in self.parts}
-        pick = np.array([list(distinct).index(part.key) for part in self.parts])
+        distinct = {part: number for number, part in enumerate(dict.fromkeys(self.parts))}
+        pick = np.array([distinct[part] for part in self.parts])
         pick = pick[None, :] if self.axis == "head_count" else pick[:, None]
-        return stack([part._bind(at) for part in distinct.values()], pick, at, self.related)
+        return stack([part._bind(at) for part in distinct], pick, at, self.related)
 
     # Turned, moved and relabelled part by part, so that a graph among them stays a list of edges.
 
     @property
     def T(self) -> Relation:
-        return type(self)([part.T for part in self.parts])  # type: ignore[call-arg]
+        return type(self)([part.T for part in self.parts])
 
     def shift(self, distance: int) -> Relation:
-        return type(self)([part.shift(distance) for part in self.parts])  # type: ignore[call-arg]
+        return type(self)([part.shift(distance) for part in self.parts])
 
     def permute(self, order: Tensor | Sequence[int]) -> Relation:
-        return type(self)([part.permute(order) for part in self.parts])  # type: ignore[call-arg]
+        return type(self)([part.permute(order) for part in self.parts])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}([{', '.join(repr(part) for part in self.parts)}])"
 
-    def _make_key(self) -> str:
-        return f"{type(self).__name__}([{', '.join(part.key for part in self.parts)}])"
 
-
-@value
 class PerHead(_Choice):
     """Another relation for each head.
 
@@ -120,7 +116,6 @@ class PerHead(_Choice):
         return len(self.parts)
 
 
-@value
 class PerBatch(_Choice):
     """Another relation for each batch.
 

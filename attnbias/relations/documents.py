@@ -13,10 +13,9 @@ from ..layouts.bound import Bound, Place, intersect
 from ..layouts.intervals import Intervals, Ints, pointer
 from .algebra import common_size
 from .patterns import RANGES_PER_ROW, as_lengths, key_ranges, per_batch
-from .relation import Relation, as_indices, value
+from .relation import Relation, as_indices
 
 
-@value
 class Documents(Relation):
     """Keys of the query's own document, for sequences packed into one.
 
@@ -166,7 +165,6 @@ def _runs_of_rows(q_ids: Ints, k_ids: Ints) -> tuple[Ints, Ints, Ints] | None:
     return ptr, start[picked], stop[picked]
 
 
-@value
 class EachDocument(Relation):
     """A relation inside each document; written ``documents.each(relation)``."""
 
@@ -246,9 +244,6 @@ class EachDocument(Relation):
     def __repr__(self) -> str:
         return f"{self.documents!r}.each({self.relation!r})"
 
-    def _make_key(self) -> str:
-        return f"{self.documents.key}.each({self.relation.key})"
-
 
 def local_positions(ids: Tensor) -> Tensor:
     """How many earlier positions have the same id, for each position of [L] or [B, L]."""
@@ -286,7 +281,6 @@ def _corners(q_ids: Ints, k_ids: Ints) -> Ints:
     return np.stack((both // span, q_first[in_q], k_first[in_k], q_size[in_q], k_size[in_k]), 1)
 
 
-@value
 class Padding(Relation):
     """Keys before each batch's length: what a padded batch may attend to.
 

@@ -1,38 +1,14 @@
-"""Relations from text: what a repr prints, and what a key names. Parsed, never evaluated as Python."""
+"""Relations from the text that their repr prints. Parsed, never evaluated as Python."""
 
 from __future__ import annotations
 
 import ast
-from functools import lru_cache
+import sys
 from typing import Any
 
-from . import choice, documents, graph, grids, neighbors, patterns, predicate
-from .relation import Relation, named
+from .recipe import registered_classes
+from .relation import Relation
 
-_CLASSES = {
-    cls.__name__: cls
-    for cls in (
-        patterns.Full,
-        patterns.Empty,
-        patterns.Causal,
-        patterns.Window,
-        patterns.Dilated,
-        patterns.Columns,
-        patterns.Chunks,
-        patterns.Prefix,
-        patterns.Bipartite,
-        patterns.Global,
-        patterns.RandomBlocks,
-        documents.Documents,
-        documents.Padding,
-        grids.Neighborhood,
-        graph.Graph,
-        neighbors.Neighbors,
-        predicate.Dense,
-        choice.PerHead,
-        choice.PerBatch,
-    )
-}
 _METHODS = {"shift", "permute", "each", "from_lengths", "from_cu_seqlens", "from_mask"}
 
 
@@ -56,22 +32,6 @@ def parse(text: str) -> Relation:
     return result
 
 
-@lru_cache(maxsize=1024)
-def _parsed_key(key: str) -> Relation:
-    return parse(key)
-
-
-def from_key(key: str) -> Relation:
-    """The relation with this key: rebuilt from its content, or found among the living ones.
-
-    Raises:
-        ValueError: if the key names a relation with data that is gone.
-    """
-    if (living := named(key)) is not None:
-        return living
-    return parse(key) if "@" in key else _parsed_key(key)
-
-
 def _build(node: ast.expr, text: str) -> Any:
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None):
@@ -82,14 +42,6 @@ def _build(node: ast.expr, text: str) -> Any:
             return [_build(part, text) for part in parts]
         case ast.UnaryOp(op=ast.Invert()):
             return ~_relation(node.operand, text)
-        case ast.BinOp(left=ast.Name(id=name), op=ast.MatMult(), right=ast.Constant(value=int(number))):
-            found = named(f"({name}@{number})")
-            if found is None:
-                raise ValueError(
-                    f"relation: {name}@{number} holds data that is gone in this process; "
-                    "pass a layout instead"
-                )
-            return found
         case ast.BinOp(op=ast.BitAnd()):
             return _relation(node.left, text) & _relation(node.right, text)
         case ast.BinOp(op=ast.BitOr()):
@@ -105,19 +57,29 @@ def _build(node: ast.expr, text: str) -> Any:
     raise ValueError(f"expression: {ast.unparse(node)!r} is not allowed in {text!r}")
 
 
+def _classes() -> dict[str, type]:
+    """Return what can be named: the relations that the package exports, and those of its users."""
+    exported = vars(sys.modules[__package__])
+    return {
+        cls.__name__: cls
+        for cls in registered_classes()
+        if exported.get(cls.__name__) is cls or not cls.__module__.startswith(__package__)
+    }
+
+
 def _call(function: ast.expr, arguments: list[Any], keywords: dict[str, Any], text: str) -> Any:
+    classes = _classes()
     match function:
         case ast.Name(id="range"):
             return list(range(*arguments))
-        case ast.Name(id=name) if name in _CLASSES:
-            made: Any = _CLASSES[name]
-        case ast.Attribute(value=ast.Name(id=name), attr=method) if name in _CLASSES and method in _METHODS:
-            made = getattr(_CLASSES[name], method)
+        case ast.Name(id=name) if name in classes:
+            made: Any = classes[name]
+        case ast.Attribute(value=ast.Name(id=name), attr=method) if name in classes and method in _METHODS:
+            made = getattr(classes[name], method)
         case ast.Attribute(value=inner, attr=method) if method in _METHODS:
             made = getattr(_relation(inner, text), method)
         case _:
-            known = ", ".join(_CLASSES)
-            raise ValueError(f"expression: {ast.unparse(function)!r} is none of {known}")
+            raise ValueError(f"expression: {ast.unparse(function)!r} is none of {', '.join(classes)}")
     try:
         return made(*arguments, **keywords)
     except TypeError as error:

@@ -14,10 +14,9 @@ from ..layouts.device import Pairs
 from .algebra import Permuted
 from .graph_inputs import read_adjacency, read_edges
 from .pairs import Listed, square, worst
-from .relation import Relation, as_count, as_indices, value
+from .relation import Relation, as_count, as_indices
 
 
-@value
 class Graph(Listed):
     """The edges of a graph, as PyG has them: a target attends to its sources.
 

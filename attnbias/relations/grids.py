@@ -13,10 +13,9 @@ from torch import Tensor
 from ..layouts.bound import Bound, Place
 from ..layouts.edges import Edges
 from ..layouts.intervals import Intervals, Ints
-from .relation import Relation, as_count, value
+from .relation import Relation, as_count
 
 
-@value
 class Neighborhood(Relation):
     """Tokens of a grid attend to those near them, axis by axis; tokens are numbered row by row.
 

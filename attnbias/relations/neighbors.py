@@ -13,10 +13,9 @@ from ..layouts.device import Pairs
 from .graph import Graph
 from .orders import as_points
 from .pairs import Listed, worst
-from .relation import as_count, as_indices, value
+from .relation import as_count, as_indices
 
 
-@value
 class Neighbors(Listed):
     """Each query's keys by number: kNN, top-k selections.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..layouts.bound import Bound, Place
 from ..layouts.edges import Edges
 from ..layouts.intervals import Intervals, Ints
-from .relation import Relation, as_count, as_indices, value
+from .relation import Relation, as_count, as_indices
 
 RANGES_PER_ROW = 64  # beyond that many key ranges a row, testing pairs tile by tile is smaller
 MANY_RANGES = 1 << 22  # but fewer in all are never too many
@@ -25,7 +25,6 @@ def ranges(at: Place, start: Ints | int, stop: Ints | int) -> Bound:
     return Bound(Intervals.one_per_row(at.q_len, at.k_len, row + start, row + stop))
 
 
-@value
 class Full(Relation):
     """Every query attends to every key: self-attention, the complete graph."""
 
@@ -47,7 +46,6 @@ class Full(Relation):
         return self
 
 
-@value
 class Empty(Relation):
     """No query attends to any key."""
 
@@ -69,7 +67,6 @@ class Empty(Relation):
         return self
 
 
-@value
 class Causal(Relation):
     """Keys up to the query's own position: masked attention, a total order.
 
@@ -101,7 +98,6 @@ class Causal(Relation):
         return Window(before=0, after=None)
 
 
-@value
 class Window(Relation):
     """The ``before`` previous keys, the query's own, and the ``after`` next ones.
 
@@ -132,7 +128,7 @@ class Window(Relation):
 
     def _content(self) -> Hashable:
         # A window without limits is the same value as the relation with a name for it.
-        named = window_of(*self.band)
+        named = window_of(*self.band) if self.before is None else self
         return super()._content() if isinstance(named, Window) else named._content()
 
     @property
@@ -170,7 +166,6 @@ def window_of(before: float, after: float) -> Relation:
     return Window(*(None if reach == math.inf else int(reach) for reach in (before, after)))
 
 
-@value
 class Dilated(Relation):
     """Keys at steps of ``dilation`` from the query.
 
@@ -225,7 +220,6 @@ class Dilated(Relation):
         return Dilated(self.dilation, self.after, self.before)
 
 
-@value
 class Columns(Relation):
     """Every ``stride``-th key counted back from the query: the columns of sparse transformers.
 
@@ -256,7 +250,6 @@ class Columns(Relation):
         return True
 
 
-@value
 class Chunks(Relation):
     """Keys in the query's own chunk of ``size`` positions: block-diagonal attention."""
 
@@ -279,7 +272,6 @@ class Chunks(Relation):
         return self
 
 
-@value
 class Prefix(Relation):
     """Keys before ``length``, for every query.
 
@@ -334,7 +326,6 @@ def key_ranges(at: Place, length: Tensor) -> Bound:
     return Bound(Intervals(at.q_len, at.k_len, group[:, None], form.ptr, form.start, form.stop))
 
 
-@value
 class Bipartite(Relation):
     """Positions from ``split`` on attend to those before it: one part of a bipartite graph to the other."""
 
@@ -351,7 +342,6 @@ class Bipartite(Relation):
         return ranges(at, 0, np.where(at.positions >= self.split, self.split, 0))
 
 
-@value
 class Global(Relation):
     """The given positions attend to all and are attended by all.
 
@@ -405,7 +395,6 @@ class Global(Relation):
         return self
 
 
-@value
 class RandomBlocks(Relation):
     """Each block of queries attends to ``count`` blocks drawn at random from those up to its own.
 

@@ -15,12 +15,11 @@ from ..layouts.edges import Edges
 from ..layouts.intervals import Intervals, Ints, pointer
 from ..layouts.predicate import Predicate
 from .patterns import RANGES_PER_ROW
-from .relation import Relation, value
+from .relation import Relation
 
 MOST_LISTED = 0.37  # share of a mask up to which its pairs are listed: denser ones are quicker as tiles
 
 
-@value
 class Where(Relation):
     """Pairs for which a function of positions is true.
 
@@ -78,14 +77,10 @@ class Where(Relation):
     def _content(self) -> Any:
         return Where, self.fn
 
-    def _make_key(self) -> str:
-        return self._token()
-
     def __repr__(self) -> str:
         return f"Where(<{getattr(self.fn, '__qualname__', type(self.fn).__name__)}>)"
 
 
-@value
 class Dense(Relation):
     """A boolean tensor, True where the query may attend to the key.
 

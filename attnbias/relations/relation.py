@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import weakref
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -15,44 +13,49 @@ from typing_extensions import dataclass_transform
 
 from ..layouts.bound import Bound, Place
 from ..layouts.predicate import Predicate
+from .recipe import Recipe, register, write
 
 if TYPE_CHECKING:
     from ..layouts.device import Pairs
     from ..layouts.layout import Form, Layout
     from ..multilevel import MultiLevel
 
-MANY_NUMBERS = 64  # a relation holding more is abbreviated when printed and named by a token in keys
-
-_tokens = itertools.count()
-_named: weakref.WeakValueDictionary[str, Relation] = weakref.WeakValueDictionary()
-
-
-_Class = TypeVar("_Class", bound=type)
+MANY_NUMBERS = 64  # a relation holding more is abbreviated when printed, and keeps its layouts to itself
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
-def value(cls: _Class) -> _Class:
-    """Make a relation of a class: a frozen dataclass that compares and prints as relations do."""
-    made: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-    return made  # type: ignore[no-any-return]
-
-
-def named(token: str) -> Relation | None:
-    """The living relation that carries this token in its key."""
-    return _named.get(token)
-
-
 class Relation:
     """Which query may attend to which key.
 
-    A subclass is decorated with :func:`value` and defines :meth:`related`; everything else follows. It may
-    define ``_bind`` as well, to give its pairs exactly, as ranges or edges, instead of having each tested.
+    A subclass declares its fields as a dataclass does, and defines :meth:`related`; everything else follows.
+    It is made a frozen dataclass without a decorator. It may define ``_bind`` as well, to give its pairs
+    exactly, as ranges or edges, instead of having each tested.
+
+    Example:
+        >>> import attnbias as ab
+        >>> class Every(ab.Relation):
+        ...     step: int
+        ...     def related(self, q, k, b=None, h=None):
+        ...         return (k % self.step == 0) & (k <= q)
+        >>> print((Every(2) | ab.Window(before=1)).picture(4, 4))
+        #...
+        ##..
+        ###.
+        #.##
     """
 
-    key: str  # its content; a plain attribute, because torch.compile guards a string by equality
+    recipe: Recipe  # a plain attribute, because torch.compile guards its text and takes its tensors as inputs
+    _registered: ClassVar[str]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+        is_ours = cls.__module__.startswith(f"{__package__}.")
+        cls._registered = register(cls, cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", self._make_key())
+        fields = [getattr(self, name) for name in self.__dataclass_fields__]  # type: ignore[attr-defined]
+        object.__setattr__(self, "recipe", write(self, self._registered, fields))
 
     listed = False  # whether its pairs are held one by one, so that there are none beyond them
     least_keys = 0  # keys that a list names without saying how many there are
@@ -378,28 +381,23 @@ class Relation:
         return self is other or self._content() == other._content()
 
     def __hash__(self) -> int:
-        return hash(self._content())
+        number: int | None = self.__dict__.get("_hash_")
+        if number is None:
+            number = hash(self._content())
+            object.__setattr__(self, "_hash_", number)
+        return number
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the key holds all of the relation, so that equal ones share layouts."""
-        return "@" not in self.key
+    def is_small(self) -> bool:
+        """Whether it holds so little, on the host, that equal ones share layouts."""
+        _, data, is_portable = self.recipe
+        if not data:
+            return True
+        return is_portable and all(x.device.type == "cpu" and x.numel() <= MANY_NUMBERS for x in data)
 
     def _numbers(self) -> int:
         """How many numbers the repr would show."""
         return sum(_size(value) for _, value, _ in self._values())
-
-    def _make_key(self) -> str:
-        mine = type(self).__module__.startswith(__package__)  # another's class is not found by its name
-        if mine and self._numbers() <= MANY_NUMBERS and str(self._device) == "cpu":
-            return repr(self)
-        return self._token()
-
-    def _token(self) -> str:
-        """A name for a relation whose data is too large for a key, or not to be read."""
-        token = f"({type(self).__name__}@{next(_tokens)})"
-        _named[token] = self
-        return token
 
     def __repr__(self) -> str:
         short = self._numbers() > MANY_NUMBERS
@@ -416,7 +414,7 @@ class Relation:
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "key", self._make_key())
+        Relation.__post_init__(self)
 
 
 def resolve_start(q_start: int | Literal["end"], q_len: int, k_len: int) -> int:

@@ -1,0 +1,193 @@
+"""Programs that leave the process: torch.export, AOTInductor and compiled code cached on disk."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_compile import WINDOW, Attend, Distance, assert_same, leaves
+from torch.export import Dim
+
+import attnbias as ab
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def lengths_are_dynamic():
+    keys = Dim("keys", min=2)
+    return {2: Dim("queries", min=2)}, {2: keys}, {2: keys}
+
+
+@pytest.mark.parametrize(
+    ("strict", "options"),
+    [(True, {}), (False, {"q_start": "end"}), (False, {"terms": [Distance()]})],
+    ids=["strict", "end", "terms"],
+)
+def test_export_with_a_relation(strict, options):
+    module = Attend(WINDOW, **options)
+    exported = torch.export.export(
+        module,
+        leaves(20, 33, requires_grad=False),
+        dynamic_shapes=lengths_are_dynamic(),
+        strict=strict,
+    )
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    for program in (exported, torch.export.load(file)):
+        for lengths in ((64, 64), (7, 90)):
+            assert_same(program.module(), module, *leaves(*lengths))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_a_layout(strict):
+    class WithLayout(torch.nn.Module):
+        def forward(self, q, k, v, layout):
+            return ab.attention(q, k, v, layout, softcap=2.0)
+
+    module = WithLayout()
+    exported = torch.export.export(
+        module,
+        (*leaves(20, 33, requires_grad=False), WINDOW.layout(20, 33)),
+        dynamic_shapes=(*lengths_are_dynamic(), [{0: Dim("entries")}, None]),
+        strict=strict,
+    )
+    for relation, lengths in ((WINDOW, (20, 33)), (ab.Full(), (7, 90))):
+        assert_same(exported.module(), module, *leaves(*lengths), relation.layout(*lengths))
+
+
+# -- relations that hold data ----------------------------------------------------------------------
+
+TOKENS = 100
+
+
+def relations_with_data(seed):
+    """Relations of one text and other data for every seed."""
+    some = torch.Generator().manual_seed(seed)
+    ids = torch.randint(7, (2, TOKENS), generator=some).sort().values
+    edges = torch.randint(TOKENS, (2, 300), generator=some)
+    mask = torch.rand(TOKENS, TOKENS, generator=some) < 0.3
+    order = torch.randperm(TOKENS, generator=some)
+    documents = ab.Documents(ids)
+    return {
+        "documents": documents & ab.Window(before=9),
+        "each": documents.each(ab.Window(before=2, after=2)),
+        "keys": ab.Documents(ids, ids.flip(0)),
+        "graph": ab.Graph(edges, num_nodes=TOKENS),
+        "neighbors": ab.Neighbors(edges.view(TOKENS, 6)) | ab.Window(before=0),
+        "dense": ab.Dense(mask) - ab.Columns(3),
+        "padding": ab.Padding.from_mask(mask[:2]),
+        "permuted": ab.Window(before=3).permute(order).T,
+        "heads": ab.PerHead([ab.Dense(mask), ab.Causal(), ab.Dense(mask.T), ab.Full()]),
+        "global": ab.Global(order[:70].tolist()) & ab.Causal(),
+        "small": ab.Prefix([1 + seed, 50]),
+    }
+
+
+def run_program(path, result, seed):
+    """What the other process does: it has relations of the same texts, with data of its own."""
+    theirs = relations_with_data(seed)
+    program = torch.export.load(path).module()
+    torch.save([program(*leaves(TOKENS, requires_grad=False)), len(theirs)], result)
+
+
+class AttendAll(torch.nn.Module):
+    def __init__(self, relations):
+        super().__init__()
+        self.relations = relations
+
+    def forward(self, q, k, v):
+        return [ab.attention(q, k, v, relation) for relation in self.relations.values()]
+
+
+def call_in_another_process(function, *arguments, **environment):
+    """Call a function of this file there, with the environment of this process and more."""
+    code = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import test_export; "
+    code += f"test_export.{function.__name__}(*{arguments!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_carries_its_relations_into_another_process(strict, tmp_path):
+    """It named them by tokens, and ran on whatever had the same token in the process that loaded it."""
+    module = AttendAll(relations_with_data(seed=1))
+    inputs = leaves(TOKENS, requires_grad=False)
+    torch.export.save(torch.export.export(module, inputs, strict=strict), tmp_path / "program.pt2")
+    call_in_another_process(run_program, str(tmp_path / "program.pt2"), str(tmp_path / "result.pt"), 2)
+    results, count = torch.load(tmp_path / "result.pt")
+    assert len(results) == count == len(module.relations)
+    for name, got, want in zip(module.relations, results, module(*inputs), strict=True):
+        assert torch.equal(got, want), name
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_function_cannot_be_exported(strict):
+    module = Attend(ab.Where(lambda q, k: q >= k) & ab.Window(before=3))
+    with pytest.raises(Exception, match=r"cannot carry a Python function or object; pass the layout of"):
+        torch.export.export(module, leaves(20, requires_grad=False), strict=strict)
+
+
+def call_op(tensors, text):
+    """Call the op as a traced program does."""
+    numbers = (0, 1.0, 0.0, 0.0, f"\nauto\n{text}", "?")
+    return torch.ops.attnbias.forward(*leaves(20), tensors, [], None, None, *numbers)
+
+
+def test_a_function_of_another_process_is_refused_when_the_op_runs():
+    text, (handle,), _ = ab.Where(lambda q, k: q >= k).recipe
+    for gone in (handle, handle + torch.tensor([1, 0])):
+        with pytest.raises(ValueError, match="is gone or in another process; pass a layout instead"):
+            call_op([gone], text)
+
+
+def test_a_class_that_is_not_defined_is_named_when_the_op_runs():
+    with pytest.raises(
+        ValueError, match=r"no class notebook\.Mine is defined in this process; import the mod"
+    ):
+        call_op([], "{'notebook.Mine': (3, )}")
+
+
+def run_package(path, result, seed):
+    theirs = relations_with_data(seed)
+    program = torch._inductor.aoti_load_package(path)
+    torch.save([program(*leaves(TOKENS, requires_grad=False)), len(theirs)], result)
+
+
+@pytest.mark.slow
+def test_an_aotinductor_package_carries_its_relations_into_another_process(tmp_path):
+    module = AttendAll(relations_with_data(seed=1))
+    inputs = leaves(TOKENS, requires_grad=False)
+    exported = torch.export.export(module, inputs)
+    torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "program.pt2"))
+    call_in_another_process(run_package, str(tmp_path / "program.pt2"), str(tmp_path / "result.pt"), 2)
+    results, _ = torch.load(tmp_path / "result.pt")
+    for name, got, want in zip(module.relations, results, module(*inputs), strict=True):
+        assert torch.equal(got, want), name
+
+
+def run_compiled(result, seed):
+    module = AttendAll(relations_with_data(seed))
+    compiled = torch.compile(module, fullgraph=True)
+    torch.save(compiled(*leaves(TOKENS, requires_grad=False)), result)
+
+
+@pytest.mark.slow
+def test_code_cached_on_disk_runs_on_the_relations_of_each_process(tmp_path):
+    for seed in (1, 2):
+        call_in_another_process(
+            run_compiled,
+            str(tmp_path / f"{seed}.pt"),
+            seed,
+            TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"),
+        )
+        module = AttendAll(relations_with_data(seed))
+        want = module(*leaves(TOKENS, requires_grad=False))
+        for name, mine, theirs in zip(
+            module.relations, torch.load(tmp_path / f"{seed}.pt"), want, strict=True
+        ):
+            assert torch.equal(mine, theirs), name
