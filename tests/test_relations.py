@@ -436,6 +436,21 @@ def test_bad_input_is_a_sentence(make, error, words):
         make()
 
 
+@pytest.mark.parametrize("huge", [2**61, 2**63 - 9, 2**63 - 2])
+@pytest.mark.parametrize("each", [False, True])
+def test_documents_may_have_any_ids(huge, each):
+    """Ids near 2^61 gave a wrong mask in a batch, hashed ones crashed, 2^63 - 1 overflowed."""
+    small = torch.tensor([[0, 0, 1, 1, 2, -1], [1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 2, -1]])
+    named = torch.tensor([5, 2**40 + 1, huge, huge + 1])[small]
+    large = torch.where(small < 0, -1, named)
+    one, other = ab.Documents(small), ab.Documents(large)
+    if each:
+        one, other = one.each(ab.Window(before=1)), other.each(ab.Window(before=1))
+    assert torch.equal(other.dense(6, 6), one.dense(6, 6))
+    assert torch.equal(other.layout(6, 6).to_dense(), one.dense(6, 6))
+    assert other.layout(6, 6).groups == 2
+
+
 class Knight(ab.Relation):
     """Keys two before or one after."""
 

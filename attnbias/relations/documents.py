@@ -92,15 +92,21 @@ class Documents(Relation):
         return (query_id == look_up(self._keys, k, b, -1)) & (query_id >= 0)
 
     def _bind(self, at: Place) -> Bound:
-        host, group = distinct_rows(self.ids, self._keys)
-        q_ids = host[:, at.q_start : at.q_start + at.q_len]
-        k_ids = host[:, self.ids.shape[-1] :]
-        if host.min(initial=0) < -1:
-            raise ValueError(f"ids: wanted -1 (padding) or more, got {int(host.min())}")
-        found = _runs_of_rows(q_ids, k_ids)
+        q_ids, k_ids, group = self._numbered()
+        found = _runs_of_rows(q_ids[:, at.q_start : at.q_start + at.q_len], k_ids)
         if found is None:
             return super()._bind(at)
         return Bound(Intervals(at.q_len, at.k_len, group[:, None], *found))
+
+    def _numbered(self) -> tuple[Ints, Ints, Ints]:
+        """Documents of queries and of keys on the host, numbered from 0, and the row of each batch."""
+        if self.key_ids is None:
+            rows, group = distinct_rows(self.ids)
+            ids = _number(rows)
+            return ids, ids, group
+        rows, group = distinct_rows(self.ids, self.key_ids)
+        ids, split = _number(rows), self.ids.shape[-1]
+        return ids[:, :split], ids[:, split:], group
 
     @property
     def T(self) -> Relation:
@@ -123,14 +129,33 @@ def look_up(table: Tensor, position: Tensor, b: Tensor | None, outside: int) -> 
 
 
 def distinct_rows(*tables: Tensor) -> tuple[Ints, Ints]:
-    """Tables [L] or [B, L] side by side on the host, equal batches held once, and each batch's row."""
+    """Tables [L] or [B, L] joined row by row on the host, equal rows held once; and the row of each batch."""
     host = [np.atleast_2d(table.cpu().numpy()) for table in tables]
     batch = max(len(table) for table in host)
     joined = np.concatenate([np.broadcast_to(x, (batch, x.shape[1])) for x in host], 1)
-    if batch == 1:
-        return joined, np.zeros(1, np.int64)
-    rows, group = np.unique(joined, axis=0, return_inverse=True)
-    return rows, group.reshape(-1)
+    first: dict[bytes, int] = {}  # np.unique(axis=0) takes a hundred times as long
+    group = np.array([first.setdefault(row.tobytes(), len(first)) for row in joined])
+    return joined[np.unique(group, return_index=True)[1]], group
+
+
+def _number(ids: Ints) -> Ints:
+    """Number the ids of all rows from 0, -1 staying -1, so that arithmetic on them cannot overflow."""
+    flat = ids.reshape(-1)
+    if not len(flat):
+        return ids
+    first = _run_starts(flat)
+    values, number = np.unique(flat[first], return_inverse=True)
+    if values[0] < -1:
+        raise ValueError(f"ids: wanted -1 (padding) or more, got {int(values[0])}")
+    number -= values[0] == -1
+    return np.repeat(number, np.diff(first, append=len(flat))).reshape(ids.shape)
+
+
+def _run_starts(flat: Ints) -> Ints:
+    """Where each run of equal numbers begins."""
+    fresh = np.ones(len(flat), bool)
+    np.not_equal(flat[1:], flat[:-1], out=fresh[1:])
+    return np.flatnonzero(fresh)
 
 
 def _ids_from_offsets(name: str, offsets: Tensor) -> Tensor:
@@ -143,26 +168,31 @@ def _ids_from_offsets(name: str, offsets: Tensor) -> Tensor:
 
 def _runs_of_rows(q_ids: Ints, k_ids: Ints) -> tuple[Ints, Ints, Ints] | None:
     """For each query the runs of keys with its id: ``ptr, start, stop``; None when they are too many."""
-    groups, k_len = k_ids.shape
-    # A run of equal ids, and the same ids of several runs brought together.
-    fresh = np.ones(k_ids.shape, bool)
-    fresh[:, 1:] = k_ids[:, 1:] != k_ids[:, :-1]
-    place = np.flatnonzero(fresh)
-    group, start = np.divmod(place, max(k_len, 1))
-    stop = np.append(place[1:], groups * k_len) - group * k_len
-    run_id = k_ids.reshape(-1)[place]
     span = int(max(q_ids.max(initial=0), k_ids.max(initial=0))) + 2
-    key = group * span + run_id
-    order = np.argsort(key, kind="stable")
-    asked = (np.arange(groups)[:, None] * span + q_ids).reshape(-1)
-    first = np.searchsorted(key[order], asked)
-    size = np.searchsorted(key[order], asked, side="right") - first
-    size[q_ids.reshape(-1) < 0] = 0
-    if size.sum() > RANGES_PER_ROW * max(len(size), 1):
+    # One axis for all groups: a run never joins the next group's, because the ids differ there.
+    of_key, of_query = (_by_group(ids, span).reshape(-1) for ids in (k_ids, q_ids))
+    place = _run_starts(of_key)
+    order = np.argsort(of_key[place], kind="stable")
+    known = of_key[place][order]
+    # Looked up once for each run of queries.
+    begin = _run_starts(of_query)
+    asked, repeats = of_query[begin], np.diff(begin, append=len(of_query))
+    first = np.searchsorted(known, asked)
+    size = np.searchsorted(known, asked, side="right") - first
+    size[q_ids.reshape(-1)[begin] < 0] = 0
+    if size @ repeats > RANGES_PER_ROW * max(len(of_query), 1):
         return None
-    ptr = pointer(size)
-    picked = order[np.arange(ptr[-1]) + np.repeat(first - ptr[:-1], size)]
+    ptr = pointer(np.repeat(size, repeats))
+    picked = order[np.arange(ptr[-1]) + np.repeat(np.repeat(first, repeats) - ptr[:-1], np.diff(ptr))]
+    start = place % max(k_ids.shape[1], 1)
+    stop = start + np.diff(place, append=len(of_key))
     return ptr, start[picked], stop[picked]
+
+
+def _by_group(ids: Ints, span: int) -> Ints:
+    """Ids that differ between groups as well, [groups, L]."""
+    numbers: Ints = np.arange(len(ids))[:, None] * span + ids
+    return numbers
 
 
 class EachDocument(Relation):
@@ -199,20 +229,19 @@ class EachDocument(Relation):
         return made
 
     def _bind(self, at: Place) -> Bound:
-        docs = self.documents
-        host, group = distinct_rows(docs.ids, docs._keys)
-        split = docs.ids.shape[-1]
-        whole = _are_runs(host[:, :split]) and _are_runs(host[:, split:])
+        q_ids, k_ids, group = self.documents._numbered()
+        whole = _are_runs(q_ids) and _are_runs(k_ids)
         if self.relation.batch_size == 1 and self.relation.head_count == 1 and whole:
-            form = self._place_documents(host, split, group)
+            form = self._place_documents(q_ids, k_ids, group)
             if form is not None:
-                rows = np.arange(len(host))[:, None] * split + at.positions
+                rows = np.arange(len(q_ids))[:, None] * q_ids.shape[1] + at.positions
                 return Bound(form.take_rows(rows.reshape(-1), at.q_len))
-        return intersect(super()._bind(at), docs._bind(at))
+        return intersect(super()._bind(at), self.documents._bind(at))
 
-    def _place_documents(self, host: Ints, split: int, group: Ints) -> Intervals | None:
+    def _place_documents(self, q_ids: Ints, k_ids: Ints, group: Ints) -> Intervals | None:
         """Bind the relation once per shape of document, and put it at each document's corner."""
-        corners = _corners(host[:, :split], host[:, split:])  # [n, 5]: group, q, k, q_size, k_size
+        queries = q_ids.shape[1]
+        corners = _corners(q_ids, k_ids)  # [n, 5]: group, q, k, q_size, k_size
         shapes, which = np.unique(corners[:, 3:], axis=0, return_inverse=True)
         row, start, stop = [], [], []
         for number, (q_size, k_size) in enumerate(shapes.tolist()):
@@ -220,11 +249,11 @@ class EachDocument(Relation):
             if not isinstance(inner.solid, Intervals) or inner.edges is not None:
                 return None
             at = corners[which.reshape(-1) == number]
-            first_row = at[:, 0] * split + at[:, 1]
+            first_row = at[:, 0] * queries + at[:, 1]
             row.append((first_row[:, None] + inner.solid.row).reshape(-1))
             start.append((at[:, 2:3] + inner.solid.start).reshape(-1))
             stop.append((at[:, 2:3] + inner.solid.stop).reshape(-1))
-        form = Intervals.empty(split, host.shape[1] - split, group[:, None])
+        form = Intervals.empty(queries, k_ids.shape[1], group[:, None])
         none = np.zeros(0, np.int64)
         return form.from_ranges(*(np.concatenate((none, *x)) for x in (row, start, stop)))
 
@@ -253,19 +282,12 @@ def local_positions(ids: Tensor) -> Tensor:
     return torch.zeros_like(ids).scatter(-1, order.indices, count - first)
 
 
-def _numbers(ids: Ints, span: int) -> Ints:
-    """Ids that differ between groups as well, [groups, L]."""
-    numbers: Ints = np.arange(len(ids))[:, None] * span + ids
-    return numbers
-
-
 def _are_runs(ids: Ints) -> bool:
     """Whether the positions of every document follow one another."""
-    fresh = np.ones(ids.shape, bool)
-    fresh[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    first = fresh & (ids >= 0)
-    number = _numbers(ids, int(ids.max(initial=0)) + 2)
-    return len(np.unique(number[first])) == int(first.sum())
+    number = _by_group(ids, int(ids.max(initial=0)) + 2).reshape(-1)
+    first = _run_starts(number)
+    first = first[ids.reshape(-1)[first] >= 0]
+    return len(np.unique(number[first])) == len(first)
 
 
 def _corners(q_ids: Ints, k_ids: Ints) -> Ints:
@@ -273,7 +295,7 @@ def _corners(q_ids: Ints, k_ids: Ints) -> Ints:
     span = int(max(q_ids.max(initial=0), k_ids.max(initial=0))) + 2
     found = []
     for ids in (q_ids, k_ids):
-        number, first, size = np.unique(_numbers(ids, span)[ids >= 0], return_index=True, return_counts=True)
+        number, first, size = np.unique(_by_group(ids, span)[ids >= 0], return_index=True, return_counts=True)
         position = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)[ids >= 0][first]
         found.append((number, position, size))
     (q_number, q_first, q_size), (k_number, k_first, k_size) = found
