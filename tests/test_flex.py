@@ -45,3 +45,93 @@ def test_a_users_block_mask_becomes_a_relation():
 def test_edges_have_no_block_mask():
     with pytest.raises(ValueError, match="a BlockMask has no edges; build with form='tiles'"):
         flex.to_block_mask(ab.Graph([[0], [1]], num_nodes=2).layout(2, 2, form="edges"))
+
+
+# -- whatever FlexAttention accepts gives FlexAttention's mask ----------------------------------------
+
+LENGTH = 150  # ragged, and not the same as a batch or head count
+SOME = torch.Generator().manual_seed(0)
+IDS = torch.randint(9, (LENGTH,), generator=SOME).sort().values
+BATCH_IDS = torch.randint(9, (2, LENGTH), generator=SOME).sort().values
+MASK = torch.rand(LENGTH, LENGTH, generator=SOME) < 0.3
+MASKS = torch.rand(2, 3, LENGTH, LENGTH, generator=SOME) < 0.3
+SPECIAL = torch.tensor([3, 77, 149])
+INTERVALS = torch.stack((torch.arange(LENGTH) - 7, torch.arange(LENGTH) + 2), 1)
+OFFSETS = torch.tensor([0, 10, 64, 150])
+
+
+def inside(b, h, q, k):
+    first, last = INTERVALS[q]
+    return (first <= k) & (k <= last)
+
+
+def shaped(b, h, q, k):
+    return torch.full(q.shape, True) & (q >= k)
+
+
+MASK_MODS = {
+    "causal": lambda b, h, q, k: q >= k,
+    "documents": lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k),
+    "documents of a batch": lambda b, h, q, k: BATCH_IDS[b, q] == BATCH_IDS[b, k],
+    "one table": lambda b, h, q, k: MASK[q, k],
+    "row, then column": lambda b, h, q, k: MASK[q][k],
+    "tables one by one": lambda b, h, q, k: MASKS[b][h][q, k],
+    "head, then pair": lambda b, h, q, k: MASKS[0, h][q][k],
+    "any of a list": lambda b, h, q, k: (k == SPECIAL).any() | (q - k).abs().lt(3),
+    "all of a list": lambda b, h, q, k: (q != SPECIAL).all() & (q >= k),
+    "interval by number": lambda b, h, q, k: (INTERVALS[q][0] <= k) & (k < INTERVALS[q][1]),
+    "interval unpacked": inside,
+    "sum of a list": lambda b, h, q, k: (q >= OFFSETS).sum() == (k >= OFFSETS).sum(),
+    "search": lambda b, h, q, k: torch.searchsorted(OFFSETS, q, right=True) == k // 60,
+    "isin": lambda b, h, q, k: torch.isin(k, SPECIAL) | (q == k),
+    "shape": shaped,
+    "where": lambda b, h, q, k: torch.where(k < 20, q >= 0, q - k < 5 + h),
+    "rounding": lambda b, h, q, k: torch.div(q, 7, rounding_mode="floor") == k // 7,
+    "constant": lambda b, h, q, k: torch.tensor(True),
+    "stacked": lambda b, h, q, k: torch.stack((q >= k, q - k < 9)).all(),
+}
+
+
+@pytest.mark.parametrize("mask_mod", MASK_MODS.values(), ids=MASK_MODS)
+def test_a_mask_mod_gives_flex_attentions_mask(mask_mod):
+    """Functions of scalars got tensors: some raised from deep inside, others related all pairs in silence."""
+    want = create_mask(mask_mod, 2, 3, LENGTH, LENGTH, device="cpu")
+    block_mask = create_block_mask(mask_mod, 2, 3, LENGTH, LENGTH, device="cpu")
+    for relation in (ab.Where(mask_mod), flex.from_block_mask(block_mask)):
+        assert torch.equal(relation.dense(LENGTH, LENGTH, batch=2, heads=3), want)
+        layout = relation.layout(LENGTH, LENGTH, batch=2, heads=3)
+        assert torch.equal(layout.to_dense().expand_as(want), want)
+        assert relation.count(LENGTH, LENGTH, batch=2, heads=3) * 6 == want.sum() * layout.groups
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("documents of a batch", (2, 1)), ("tables one by one", (2, 3)), ("any of a list", (1, 1))],
+)
+def test_batches_and_heads_are_told_apart_only_if_the_function_reads_them(name, expected):
+    layout = ab.Where(MASK_MODS[name]).layout(LENGTH, LENGTH, batch=2, heads=3)
+    assert (layout.batch, layout.heads) == expected
+
+
+def test_functions_of_two_positions_are_called_pair_by_pair_too():
+    related = ab.Where(lambda q, k: MASK[q][k]) | ab.Where(lambda q, k: (k == SPECIAL).any())
+    want = MASK | torch.isin(torch.arange(LENGTH), SPECIAL)
+    assert torch.equal(related.dense(LENGTH, LENGTH), want)
+    assert torch.equal(related.layout(LENGTH, LENGTH).to_dense(), want)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            lambda q, k: q >= k if (q > 3).any() else q == k,
+            "one pair at a time, .* got RuntimeError",
+        ),
+        (lambda b, h, q, k: MASK[q], r"wanted one boolean for one pair, got \[150\]"),
+        (lambda b, h, q, k: IDS[q], "wanted a boolean tensor, got torch.int64"),
+        (lambda q, k: True, "fn: wanted a boolean tensor, got True|can call on one pair at a time"),
+    ],
+)
+def test_a_function_that_flex_attention_refuses_is_named(function, words):
+    with pytest.raises(TypeError, match=words):
+        ab.Where(function).layout(LENGTH, LENGTH, batch=1, heads=1)

@@ -153,3 +153,26 @@ def test_random_damage_never_passes_unless_harmless(layout):
             continue
         assert torch.equal(damaged.to_dense(), wanted), place
     assert told > 200
+
+
+def ring():
+    return ab.Layout.build(ab.Graph([[0, 1, 2], [1, 2, 0]], num_nodes=3), 3, 3, form="edges")
+
+
+def test_a_layout_written_by_torch_is_validated_before_it_is_followed():
+    """docs/layouts.md lists which writes are seen."""
+    layout = ring()
+    q, k, v = torch.randn(3, 1, 1, 3, 4)
+    ab.attention(q, k, v, layout)
+    layout.edge_key[1] = 1 << 30
+    with pytest.raises(ValueError, match="edge_key holds"):
+        ab.attention(q, k, v, layout)
+
+
+@pytest.mark.parametrize("alias", [lambda x: x.numpy(), lambda x: x.data, torch.from_dlpack])
+def test_a_write_past_torch_is_found_by_validate_only(alias):
+    layout = ring()
+    alias(layout.edge_key)[1] = 1 << 30
+    assert layout.is_trusted
+    with pytest.raises(ValueError, match="edge_key holds"):
+        layout.validate()

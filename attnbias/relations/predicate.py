@@ -15,6 +15,7 @@ from ..layouts.edges import Edges
 from ..layouts.intervals import Intervals, Ints, pointer
 from ..layouts.predicate import Predicate
 from .patterns import RANGES_PER_ROW
+from .pointwise import is_elementwise, map_pairs, reads_index
 from .relation import Relation
 
 MOST_LISTED = 0.37  # share of a mask up to which its pairs are listed: denser ones are quicker as tiles
@@ -24,8 +25,10 @@ class Where(Relation):
     """Pairs for which a function of positions is true.
 
     Args:
-        fn: ``fn(q, k)``, or a FlexAttention ``mask_mod(b, h, q, k)``, on int64 tensors that broadcast
-            together; returns booleans. Evaluated tile by tile, so prefer a named relation where one fits.
+        fn: ``fn(q, k)``, or a FlexAttention ``mask_mod(b, h, q, k)``: a boolean for one pair of positions,
+            each an int64 scalar. It is called for whole tiles at once: on tensors that broadcast together if
+            it consists of elementwise operations and look-ups (``ids[q] == ids[k]``), else under
+            ``torch.vmap``, as FlexAttention does. Every pair is tested: prefer a named relation that fits.
 
     Example:
         >>> import attnbias as ab
@@ -64,15 +67,32 @@ class Where(Relation):
         return self.batch_size
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        if self._arity == 2:
-            result = self.fn(q, k)
+        zero = torch.zeros((), dtype=torch.int64, device=q.device)
+        index = [zero if x is None else x for x in (b, h, q, k)][-self._arity :]
+        is_elementwise, *reads = self._kind(q.device)
+        if is_elementwise:
+            result = self.fn(*index)
         else:
-            zero = torch.zeros((), dtype=torch.int64, device=q.device)
-            result = self.fn(zero if b is None else b, zero if h is None else h, q, k)
+            index = [x if read else zero for x, read in zip(index, reads, strict=True)]
+            result = map_pairs(self.fn, *index)
         if not isinstance(result, Tensor) or result.dtype != torch.bool:
             raise TypeError(f"fn: wanted a boolean tensor, got {getattr(result, 'dtype', result)!r}")
         # A function may ignore an argument; the result has to span all pairs.
         return result & torch.ones_like(q + k, dtype=torch.bool)
+
+    def _kind(self, device: torch.device) -> tuple[bool, ...]:
+        """Whether ``fn`` is elementwise and, if it is not, which of its arguments it reads."""
+        known: tuple[bool, ...] | None = self.__dict__.get("_kind_")
+        if known is None:
+            if torch.compiler.is_compiling():  # which cannot watch a function: right in any case
+                return False, *[True] * self._arity
+            if is_elementwise(self.fn, self._arity, device):
+                known = (True,)
+            else:
+                before = range(self._arity - 2)  # batch and head: who reads them makes a group for each
+                known = False, *(reads_index(self.fn, i, self._arity, device) for i in before), True, True
+            object.__setattr__(self, "_kind_", known)
+        return known
 
     def _content(self) -> Any:
         return Where, self.fn
