@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.serialization import add_safe_globals
 from torch.utils import _pytree
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .intervals import gather_ranges
 
@@ -454,3 +456,17 @@ _pytree.register_pytree_node(
         None,
     ),
 )
+
+
+def _collate(batch: list[Layout], **_: Any) -> Layout:
+    """Let samples of a batch share one layout; see :func:`torch.utils.data.default_collate`."""
+    if any(layout != batch[0] for layout in batch):
+        raise TypeError(
+            "layout: samples with different layouts do not make a batch; put relations into the samples, "
+            "and call layout() on what they become"
+        )
+    return batch[0]
+
+
+default_collate_fn_map[Layout] = _collate
+add_safe_globals([Layout])  # torch.load(weights_only=True) may make one: it is validated before use

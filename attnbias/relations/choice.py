@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ..layouts.bound import Bound, Place, stack
 from .algebra import Wrapper
@@ -129,3 +130,11 @@ class PerBatch(_Choice):
     @property
     def batch_size(self) -> int:
         return len(self.parts)
+
+
+def _collate(batch: Sequence[Relation], **_: Any) -> Relation:
+    """Make one relation of those of a batch's samples: what a DataLoader does with each field of a sample."""
+    return batch[0] if all(each == batch[0] for each in batch) else PerBatch(batch)
+
+
+default_collate_fn_map[Relation] = _collate

@@ -43,7 +43,7 @@ class _Watch(TorchDispatchMode):
     """Follows what is computed from the indices, and notes when an operation mixes pairs."""
 
     def __init__(self, indices: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.from_indices = {id(x): x for x in indices}  # held, so that no other tensor gets the same id
         self.is_elementwise = True
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch.serialization import add_safe_globals
 from typing_extensions import dataclass_transform
 
 from ..layouts.bound import Bound, Place
@@ -51,6 +52,7 @@ class Relation:
         super().__init_subclass__(**options)
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         is_ours = cls.__module__.startswith(f"{__package__}.")
+        add_safe_globals([cls])  # torch.load(weights_only=True) may make one: it holds numbers and tensors
         cls._registered = register(cls, cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}")
 
     def __post_init__(self) -> None:
