@@ -13,7 +13,7 @@ from ..layouts.bound import Place
 from ..layouts.device import Pairs
 from .algebra import Permuted
 from .graph_inputs import read_adjacency, read_edges
-from .pairs import Listed, square, worst
+from .pairs import Listed, refuse_export, square, worst
 from .relation import Relation, as_count, as_indices, value
 
 
@@ -44,6 +44,7 @@ class Graph(Listed):
 
     def __post_init__(self) -> None:
         given, known = read_edges(self.edge_index)
+        refuse_export("edge_index", given)
         edge_index = as_indices("edge_index", given, (2,))
         if edge_index.shape[0] != 2:
             raise ValueError(f"edge_index: wanted shape [2, E], got {list(edge_index.shape)}")
