@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .layouts.layout import Layout
 from .multilevel import MultiLevel
-from .relations import Full, Graph, Neighbors
+from .relations import Full
 from .relations.listing import count_edges
 from .relations.relation import Relation
 from .scores import AdditiveScore, Score, read_score
@@ -161,7 +161,7 @@ class Problem:
         parts = (term.part for term in self.terms if isinstance(term, KernelTerm))
         if "edge" in parts or not (self.score is None or isinstance(self.score, MultiLevel)):
             return "edges"
-        is_graph = isinstance(self.relation, (Graph, Neighbors))
+        is_graph = self.relation is not None and self.relation.listed
         return "tiles" if self.query.shape[3] > LARGEST_ON_EDGES and not is_graph else "auto"
 
     @property

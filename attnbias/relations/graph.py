@@ -21,8 +21,8 @@ from .relation import Relation, as_count, as_indices, value
 class Graph(Listed):
     """The edges of a graph, as PyG has them: a target attends to its sources.
 
-    Duplicate edges count twice in attention; ``& | ~`` see the graph as a set, unless they change nothing
-    (``graph & Full()`` is the graph). Self-loops are never added, but by :meth:`add_self_loops`.
+    Duplicate edges count twice in attention, in ``graph & other`` too; ``|`` and ``~`` make a set of pairs,
+    unless they change nothing. Self-loops are never added, but by :meth:`add_self_loops`.
 
     Args:
         edge_index: [2, E], sources (keys) in row 0, targets (queries) in row 1; or PyG's ``EdgeIndex``,

@@ -18,7 +18,7 @@ from .relation import Relation
 class Listed(Relation):
     """Pairs held one by one: looked up in the sorted list of their codes."""
 
-    listed = True
+    listed = repeats = True
 
     def _code_parts(self) -> tuple[Tensor, int]:
         """Codes ``(row * keys + key)`` of all pairs, unsorted, and the number of keys."""

@@ -55,6 +55,7 @@ class Relation:
         object.__setattr__(self, "key", self._make_key())
 
     listed = False  # whether its pairs are held one by one, so that there are none beyond them
+    repeats = False  # whether a pair may count more than once
     least_keys = 0  # keys that a list names without saying how many there are
 
     # -- the definition ---------------------------------------------------------------------------
