@@ -66,7 +66,7 @@ def test_sdpa_masks_agree_with_torch(size, kind):
 
 def test_sdpa_groups_heads():
     compare(draw((2, 6, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)), enable_gqa=True)
-    with pytest.raises(ValueError, match="because of enable_gqa=False"):
+    with pytest.raises(ValueError, match=r"heads of .* broadcast, got \[6\], \[2\], \[2\]; enable_gqa=True"):
         scaled_dot_product_attention(*draw((2, 6, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)))
 
 
@@ -94,12 +94,131 @@ def test_sdpa_of_a_row_without_a_key_is_zero():
     assert not scaled_dot_product_attention(q, k, v, mask)[:, :, 2].any()
 
 
-def test_sdpa_refuses_what_torch_refuses():
-    q, k, v = draw(*SHAPES["4-D"])
-    with pytest.raises(ValueError, match="attn_mask: wanted None with is_causal=True"):
-        scaled_dot_product_attention(q, k, v, torch.ones(5, 7, dtype=torch.bool), is_causal=True)
-    with pytest.raises(ValueError, match=r"query: wanted \[..., H, Q, D\], got \[8\]"):
-        scaled_dot_product_attention(q[0, 0, 0], k, v)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_sdpa_takes_a_mask_and_is_causal(kind):
+    """They were refused together; torch's CPU kernel takes both, its fallback (3-D here) neither."""
+    q, k, v = draw((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8))
+    mask = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    mask = torch.where(mask > -0.5, True, torch.eye(5, 7, dtype=torch.bool)) if kind == "bool" else mask
+    compare([q, k, v], mask, is_causal=True)
+    whole = scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+    assert torch.equal(scaled_dot_product_attention(q[0], k[0], v[0], mask, is_causal=True), whole[0])
+
+
+ODD = {
+    "no query": [(2, 3, 0, 8), (2, 3, 7, 8), (2, 3, 7, 6)],
+    "no key": [(2, 3, 5, 8), (2, 3, 0, 8), (2, 3, 0, 6)],
+    "no head": [(2, 0, 5, 8), (2, 0, 7, 8), (2, 0, 7, 6)],
+    "no batch": [(2, 0, 3, 5, 8), (2, 0, 3, 7, 8), (2, 0, 3, 7, 8)],
+    "nothing": [(2, 3, 0, 8), (2, 3, 0, 8), (2, 3, 0, 6)],
+    "no query, 2-D": [(0, 8), (7, 8), (7, 8)],
+    "no key, 3-D": [(3, 5, 8), (3, 0, 8), (3, 0, 8)],
+    "a head for all": [(2, 3, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8)],
+    "a key head for all": [(2, 3, 5, 8), (2, 1, 7, 8), (2, 3, 7, 8)],
+    "a value head for all": [(2, 3, 5, 8), (2, 3, 7, 8), (2, 1, 7, 8)],
+    "a query head for all": [(2, 1, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)],
+    "grouped": [(2, 6, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)],
+    "grouped otherwise": [(2, 6, 5, 8), (2, 2, 7, 8), (2, 3, 7, 8)],
+    "not grouped": [(2, 6, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8)],
+    "a batch for all": [(1, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)],
+    "other batches": [(2, 3, 5, 8), (3, 3, 7, 8), (3, 3, 7, 8)],
+    "3-D and 4-D": [(3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)],
+    "2-D and 4-D": [(5, 8), (2, 3, 7, 8), (2, 3, 7, 8)],
+    "4-D and 2-D": [(2, 3, 5, 8), (7, 8), (7, 8)],
+    "2-D": [(5, 8), (7, 8), (7, 8)],
+    "1-D": [(8,), (7, 8), (7, 8)],
+    "other D": [(2, 3, 5, 8), (2, 3, 7, 4), (2, 3, 7, 8)],
+}
+MASKS = [
+    (5, 7),
+    (7,),
+    (),
+    (5, 6),
+    (1, 1),
+    (0, 7),
+    (3, 5, 7),
+    (2, 5, 7),
+    (2, 2, 5, 7),
+    (4, 3, 5, 7),
+    (1, 2, 3, 5, 7),
+]
+DTYPES = [torch.bool, torch.float32, torch.float64, torch.float16, torch.int64]
+
+
+def agree(tensors, *given, **options):
+    """Where torch gives something it is ours; where it raises we do, naming the argument."""
+    try:
+        want = functional.scaled_dot_product_attention(*tensors, *given, **options)
+    except (RuntimeError, IndexError):
+        with pytest.raises((ValueError, TypeError), match=r"^(query|key|value|attn_mask): wanted .*, got "):
+            scaled_dot_product_attention(*tensors, *given, **options)
+        return
+    got = scaled_dot_product_attention(*tensors, *given, **options)
+    exact = functional.scaled_dot_product_attention(
+        *(x.double() for x in tensors),
+        *(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given),
+        **options,
+    )
+    assert got.shape == want.shape
+    assert_no_worse("out", got, want, exact)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"enable_gqa": True}], ids=str)
+@pytest.mark.parametrize("shapes", ODD)
+def test_sdpa_of_odd_shapes_is_torchs(shapes, options):
+    """Empty tensors stopped in reshape, heads did not broadcast, and torch's errors came through."""
+    if shapes == "no query, 2-D" and "enable_gqa" in options:
+        pytest.skip("torch looks at heads only where there is something to compute")
+    agree([x.detach() for x in draw(*ODD[shapes])], **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+def test_sdpa_of_odd_masks_is_torchs(shape, dtype):
+    """Masks that torch refuses, as of other dtypes or with batches of their own, were taken."""
+    q, k, v = (x.detach() for x in draw((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)))
+    agree((q, k, v), torch.ones(shape).to(dtype))
+    if len(shape) == 4:
+        with pytest.raises((ValueError, TypeError), match=r"^attn_mask: wanted "):
+            scaled_dot_product_attention(q[0], k[0], v[0], torch.ones(shape).to(dtype))
+
+
+@pytest.mark.parametrize("mask", [torch.ones(5, 0, dtype=torch.bool), torch.ones(5, 0)])
+def test_sdpa_without_keys_is_zero_under_a_mask(mask):
+    agree([x.detach() for x in draw(*ODD["no key"])], mask)
+
+
+@pytest.mark.parametrize(
+    ("position", "words"),
+    [
+        (0, "query: wanted a tensor, got list"),
+        (2, "value: wanted a tensor, got"),
+        (3, "attn_mask: wanted a tensor"),
+    ],
+)
+def test_sdpa_wants_tensors(position, words):
+    given = [*(x.detach() for x in draw(*SHAPES["4-D"])), torch.zeros(5, 7)]
+    given[position] = given[position].tolist()
+    with pytest.raises(TypeError, match=f"^{words}"):
+        scaled_dot_product_attention(*given)
+
+
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda x: x.to_sparse(), "torch.sparse_coo"),
+        (lambda x: torch.nested.nested_tensor(list(x)), "a nested one"),
+        (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), "a nested one"),
+    ],
+)
+def test_sparse_and_nested_tensors_are_refused_in_a_sentence(position, change, got):
+    """They stopped somewhere inside torch."""
+    given = [*(x.detach() for x in draw(*SHAPES["4-D"])), torch.zeros(5, 7)]
+    given[position] = change(given[position])
+    name = ("query", "key", "value", "attn_mask")[position]
+    with pytest.raises(TypeError, match=f"^{name}: wanted a dense tensor, got {got}$"):
+        scaled_dot_product_attention(*given)
 
 
 # -- flash-attn -------------------------------------------------------------------------------------

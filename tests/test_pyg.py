@@ -245,6 +245,14 @@ def bad_calls():
         (x, graph, attr.long()),
         "edge_attr: wanted a floating-point tensor .*, got torch.int64",
     )
+    yield (
+        every,
+        with_attr,
+        (x, graph, attr.to_sparse()),
+        "edge_attr: wanted a dense tensor, got torch.sparse_coo",
+    )
+    nested = torch.nested.nested_tensor(list(x))
+    yield every, {}, (nested, graph), "x: wanted a dense tensor, got a nested one"
     yield every[:1], with_attr, (x, graph), r"edge_attr: wanted \[E, edge_dim\] = \[E, 3\], got None"
     yield (
         ("TransformerConv", "GATv2Conv"),

@@ -14,6 +14,7 @@ from ..ops import attention
 from ..relations import Graph
 from ..relations.relation import as_count
 from ..scores import AdditiveScore
+from ..tensors import check_dense
 from ..terms import EdgeBias, Term
 from ..weights import edge_weights
 from .pyg_edges import Edges, Fill, check_fill, sum_values
@@ -158,6 +159,8 @@ class Conv(MessagePassing):
             if not isinstance(part, Tensor) or not part.is_floating_point():
                 got = part.dtype if isinstance(part, Tensor) else type(part).__name__
                 raise TypeError(f"x: wanted floating-point features, got {got}")
+            if part.is_nested:  # a sparse one is multiplied as it is
+                check_dense("x", part)
             if part.dim() != 2 or size not in (-1, part.shape[1]):
                 wanted = "F" if size == -1 else size
                 raise ValueError(f"x: wanted [N, {wanted}], got {list(part.shape)}")

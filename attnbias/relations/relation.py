@@ -15,6 +15,7 @@ from typing_extensions import dataclass_transform
 
 from ..layouts.bound import Bound, Place
 from ..layouts.predicate import Predicate
+from ..tensors import check_dense
 
 if TYPE_CHECKING:
     from ..layouts.device import Pairs
@@ -478,8 +479,7 @@ def _as_tensor(name: str, value: Any) -> Tensor:
     except (RuntimeError, TypeError, ValueError):
         wanted = "integers in a tensor, an array or lists of equal length"
         raise TypeError(f"{name}: wanted {wanted}, got {type(value).__name__}") from None
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name}: wanted a dense tensor, got {tensor.layout}")
+    check_dense(name, tensor)
     return tensor
 
 
