@@ -308,6 +308,63 @@ def test_flash_attn_takes_a_relation_as_well():
     assert torch.equal(both, alone.transpose(1, 2))
 
 
+@pytest.mark.parametrize("make", [list, tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)])
+def test_varlen_takes_offsets_as_a_list(make):
+    """Lists stopped at "'list' object has no attribute 'long'"."""
+    q, k, v = draw((9, 4, 8), (9, 2, 8), (9, 2, 8))
+    want = flash_attn_varlen_func(
+        q, k, v, torch.tensor([0, 4, 9]), torch.tensor([0, 4, 9]), 5, 5, causal=True
+    )
+    offsets = make([0, 4, 9])
+    assert torch.equal(flash_attn_varlen_func(q, k, v, offsets, offsets, 5, 5, causal=True), want)
+
+
+OFFSETS = [
+    (torch.tensor([0.0, 4.0, 9.0]), TypeError, "wanted integers, got torch.float32"),
+    ([0.0, 4.5, 9.0], TypeError, "wanted integers, got torch.float32"),
+    (torch.tensor([False, True]), TypeError, "wanted integers, got torch.bool"),
+    (None, TypeError, "wanted integers in a tensor, an array or lists of equal length, got NoneType"),
+    (torch.tensor([[0, 9]]), ValueError, r"wanted 1 dimensions, got shape \[1, 2\]"),
+    ([0, 4, 10], ValueError, "wanted offsets that end at 9, as many as tokens, got 10"),
+    ([0, 4], ValueError, "wanted offsets that end at 9, as many as tokens, got 4"),
+    ([0], ValueError, "wanted offsets that end at 9, as many as tokens, got 0"),
+    ([], ValueError, "wanted offsets that end at 9, as many as tokens, got None"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "kind", "words"), OFFSETS)
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_wrong_offsets_are_named(name, wrong, kind, words):
+    """Floats were cut to integers, and offsets that end elsewhere gave zeros or rows too many."""
+    q, k, v = draw((9, 4, 8), (9, 2, 8), (9, 2, 8))
+    given = {"cu_seqlens_q": [0, 4, 9], "cu_seqlens_k": [0, 4, 9], name: wrong}
+    with pytest.raises(kind, match=f"^{name}: {words}$"):
+        flash_attn_varlen_func(q, k, v, **given, max_seqlen_q=5, max_seqlen_k=5, causal=True)
+
+
+@pytest.mark.parametrize("wrong", [3, (3,), (3, 0, 1), None, (3.0, 0), (True, 0), "ab"])
+def test_a_window_is_a_pair(wrong):
+    """An int stopped at "'int' object is not iterable"."""
+    q, k, v = draw((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
+    with pytest.raises(TypeError, match=r"^window_size: wanted \(before, after\), -1 for no limit, got"):
+        flash_attn_func(q, k, v, window_size=wrong)
+    want = flash_attn_func(q, k, v, window_size=(-1, 2))
+    assert torch.equal(flash_attn_func(q, k, v, window_size=[None, 2]), want)
+
+
+def test_tensors_of_another_rank_are_refused():
+    """[L, H, D] was read as [B, H, D] and gave numbers."""
+    q, k, v = draw((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
+    with pytest.raises(ValueError, match=r"^q: wanted \[B, L, H, D\], got \[6, 4, 8\]$"):
+        flash_attn_func(q[0], k[0], v[0])
+    with pytest.raises(ValueError, match=r"^q: wanted \[tokens, H, D\], got \[2, 6, 4, 8\]$"):
+        flash_attn_varlen_func(q, k, v, [0, 12], [0, 12], 12, 12)
+    with pytest.raises(TypeError, match=r"^k: wanted a tensor, got NoneType"):
+        flash_attn_func(q, None, v)
+    with pytest.raises(TypeError, match=r"^relation: wanted a Relation or None, got Tensor"):
+        flash_attn_func(q, k, v, causal=True, relation=torch.ones(6, 6))
+
+
 def test_flash_attn_refuses_what_is_not_offered():
     q, k, v = draw((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
     with pytest.raises(NotImplementedError, match="return_attn_probs: wanted False"):
