@@ -11,10 +11,11 @@ from torch import Tensor
 
 from .layouts.layout import Layout
 from .multilevel import MultiLevel
-from .relations import Full, Graph, Neighbors
+from .relations import Full
 from .relations.listing import count_edges
 from .relations.relation import Relation
 from .scores import AdditiveScore, Score, read_score
+from .tensors import check_dense
 from .terms import EdgeBias, KernelTerm, Sizes
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class Problem:
         parts = (term.part for term in self.terms if isinstance(term, KernelTerm))
         if "edge" in parts or not (self.score is None or isinstance(self.score, MultiLevel)):
             return "edges"
-        is_graph = isinstance(self.relation, (Graph, Neighbors))
+        is_graph = self.relation is not None and self.relation.listed
         return "tiles" if self.query.shape[3] > LARGEST_ON_EDGES and not is_graph else "auto"
 
     @property
@@ -324,8 +325,7 @@ def _check_score(score: object) -> Score | None:
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Check kind, rank, dtype and device; return whether the batch dimension is missing."""
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: wanted a tensor, got {_kind(x)}")
+        check_dense(name, x)
     rank = query.dim()
     if rank not in (3, 4):
         raise ValueError(f"query: wanted [B, H, Q, D] or [H, Q, D], got {rank} dimensions, {_shape(query)}")
@@ -393,6 +393,7 @@ def _check_sink(sink: Tensor, query: Tensor) -> Tensor:
     heads = query.shape[1]
     if not isinstance(sink, Tensor):
         raise TypeError(f"sink: wanted a tensor [H], got {_kind(sink)}")
+    check_dense("sink", sink)
     if sink.dim() != 1 or sink.shape[0] != heads:
         raise ValueError(f"sink: wanted a logit per query head, [{heads}], got {_shape(sink)}")
     if sink.dtype not in DTYPES:
@@ -457,4 +458,4 @@ def _kind(x: object) -> str:
 
 
 def _shape(x: Tensor) -> str:
-    return str(list(x.shape))
+    return "of nested ones" if x.is_nested else str(list(x.shape))

@@ -66,7 +66,7 @@ def test_sdpa_masks_agree_with_torch(size, kind):
 
 def test_sdpa_groups_heads():
     compare(draw((2, 6, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)), enable_gqa=True)
-    with pytest.raises(ValueError, match="because of enable_gqa=False"):
+    with pytest.raises(ValueError, match=r"heads of .* broadcast, got \[6\], \[2\], \[2\]; enable_gqa=True"):
         scaled_dot_product_attention(*draw((2, 6, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)))
 
 
@@ -94,12 +94,131 @@ def test_sdpa_of_a_row_without_a_key_is_zero():
     assert not scaled_dot_product_attention(q, k, v, mask)[:, :, 2].any()
 
 
-def test_sdpa_refuses_what_torch_refuses():
-    q, k, v = draw(*SHAPES["4-D"])
-    with pytest.raises(ValueError, match="attn_mask: wanted None with is_causal=True"):
-        scaled_dot_product_attention(q, k, v, torch.ones(5, 7, dtype=torch.bool), is_causal=True)
-    with pytest.raises(ValueError, match=r"query: wanted \[..., H, Q, D\], got \[8\]"):
-        scaled_dot_product_attention(q[0, 0, 0], k, v)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_sdpa_takes_a_mask_and_is_causal(kind):
+    """They were refused together; torch's CPU kernel takes both, its fallback (3-D here) neither."""
+    q, k, v = draw((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8))
+    mask = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    mask = torch.where(mask > -0.5, True, torch.eye(5, 7, dtype=torch.bool)) if kind == "bool" else mask
+    compare([q, k, v], mask, is_causal=True)
+    whole = scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+    assert torch.equal(scaled_dot_product_attention(q[0], k[0], v[0], mask, is_causal=True), whole[0])
+
+
+ODD = {
+    "no query": [(2, 3, 0, 8), (2, 3, 7, 8), (2, 3, 7, 6)],
+    "no key": [(2, 3, 5, 8), (2, 3, 0, 8), (2, 3, 0, 6)],
+    "no head": [(2, 0, 5, 8), (2, 0, 7, 8), (2, 0, 7, 6)],
+    "no batch": [(2, 0, 3, 5, 8), (2, 0, 3, 7, 8), (2, 0, 3, 7, 8)],
+    "nothing": [(2, 3, 0, 8), (2, 3, 0, 8), (2, 3, 0, 6)],
+    "no query, 2-D": [(0, 8), (7, 8), (7, 8)],
+    "no key, 3-D": [(3, 5, 8), (3, 0, 8), (3, 0, 8)],
+    "a head for all": [(2, 3, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8)],
+    "a key head for all": [(2, 3, 5, 8), (2, 1, 7, 8), (2, 3, 7, 8)],
+    "a value head for all": [(2, 3, 5, 8), (2, 3, 7, 8), (2, 1, 7, 8)],
+    "a query head for all": [(2, 1, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)],
+    "grouped": [(2, 6, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)],
+    "grouped otherwise": [(2, 6, 5, 8), (2, 2, 7, 8), (2, 3, 7, 8)],
+    "not grouped": [(2, 6, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8)],
+    "a batch for all": [(1, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)],
+    "other batches": [(2, 3, 5, 8), (3, 3, 7, 8), (3, 3, 7, 8)],
+    "3-D and 4-D": [(3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)],
+    "2-D and 4-D": [(5, 8), (2, 3, 7, 8), (2, 3, 7, 8)],
+    "4-D and 2-D": [(2, 3, 5, 8), (7, 8), (7, 8)],
+    "2-D": [(5, 8), (7, 8), (7, 8)],
+    "1-D": [(8,), (7, 8), (7, 8)],
+    "other D": [(2, 3, 5, 8), (2, 3, 7, 4), (2, 3, 7, 8)],
+}
+MASKS = [
+    (5, 7),
+    (7,),
+    (),
+    (5, 6),
+    (1, 1),
+    (0, 7),
+    (3, 5, 7),
+    (2, 5, 7),
+    (2, 2, 5, 7),
+    (4, 3, 5, 7),
+    (1, 2, 3, 5, 7),
+]
+DTYPES = [torch.bool, torch.float32, torch.float64, torch.float16, torch.int64]
+
+
+def agree(tensors, *given, **options):
+    """Where torch gives something it is ours; where it raises we do, naming the argument."""
+    try:
+        want = functional.scaled_dot_product_attention(*tensors, *given, **options)
+    except (RuntimeError, IndexError):
+        with pytest.raises((ValueError, TypeError), match=r"^(query|key|value|attn_mask): wanted .*, got "):
+            scaled_dot_product_attention(*tensors, *given, **options)
+        return
+    got = scaled_dot_product_attention(*tensors, *given, **options)
+    exact = functional.scaled_dot_product_attention(
+        *(x.double() for x in tensors),
+        *(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given),
+        **options,
+    )
+    assert got.shape == want.shape
+    assert_no_worse("out", got, want, exact)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"enable_gqa": True}], ids=str)
+@pytest.mark.parametrize("shapes", ODD)
+def test_sdpa_of_odd_shapes_is_torchs(shapes, options):
+    """Empty tensors stopped in reshape, heads did not broadcast, and torch's errors came through."""
+    if shapes == "no query, 2-D" and "enable_gqa" in options:
+        pytest.skip("torch looks at heads only where there is something to compute")
+    agree([x.detach() for x in draw(*ODD[shapes])], **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+def test_sdpa_of_odd_masks_is_torchs(shape, dtype):
+    """Masks that torch refuses, as of other dtypes or with batches of their own, were taken."""
+    q, k, v = (x.detach() for x in draw((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)))
+    agree((q, k, v), torch.ones(shape).to(dtype))
+    if len(shape) == 4:
+        with pytest.raises((ValueError, TypeError), match=r"^attn_mask: wanted "):
+            scaled_dot_product_attention(q[0], k[0], v[0], torch.ones(shape).to(dtype))
+
+
+@pytest.mark.parametrize("mask", [torch.ones(5, 0, dtype=torch.bool), torch.ones(5, 0)])
+def test_sdpa_without_keys_is_zero_under_a_mask(mask):
+    agree([x.detach() for x in draw(*ODD["no key"])], mask)
+
+
+@pytest.mark.parametrize(
+    ("position", "words"),
+    [
+        (0, "query: wanted a tensor, got list"),
+        (2, "value: wanted a tensor, got"),
+        (3, "attn_mask: wanted a tensor"),
+    ],
+)
+def test_sdpa_wants_tensors(position, words):
+    given = [*(x.detach() for x in draw(*SHAPES["4-D"])), torch.zeros(5, 7)]
+    given[position] = given[position].tolist()
+    with pytest.raises(TypeError, match=f"^{words}"):
+        scaled_dot_product_attention(*given)
+
+
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda x: x.to_sparse(), "torch.sparse_coo"),
+        (lambda x: torch.nested.nested_tensor(list(x)), "a nested one"),
+        (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), "a nested one"),
+    ],
+)
+def test_sparse_and_nested_tensors_are_refused_in_a_sentence(position, change, got):
+    """They stopped somewhere inside torch."""
+    given = [*(x.detach() for x in draw(*SHAPES["4-D"])), torch.zeros(5, 7)]
+    given[position] = change(given[position])
+    name = ("query", "key", "value", "attn_mask")[position]
+    with pytest.raises(TypeError, match=f"^{name}: wanted a dense tensor, got {got}$"):
+        scaled_dot_product_attention(*given)
 
 
 # -- flash-attn -------------------------------------------------------------------------------------
@@ -187,6 +306,63 @@ def test_flash_attn_takes_a_relation_as_well():
     both = flash_attn_func(q, k, v, causal=True, relation=ab.Columns(2))
     alone = ab.attention(*(x.transpose(1, 2) for x in (q, k, v)), ab.Causal() & ab.Columns(2))
     assert torch.equal(both, alone.transpose(1, 2))
+
+
+@pytest.mark.parametrize("make", [list, tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)])
+def test_varlen_takes_offsets_as_a_list(make):
+    """Lists stopped at "'list' object has no attribute 'long'"."""
+    q, k, v = draw((9, 4, 8), (9, 2, 8), (9, 2, 8))
+    want = flash_attn_varlen_func(
+        q, k, v, torch.tensor([0, 4, 9]), torch.tensor([0, 4, 9]), 5, 5, causal=True
+    )
+    offsets = make([0, 4, 9])
+    assert torch.equal(flash_attn_varlen_func(q, k, v, offsets, offsets, 5, 5, causal=True), want)
+
+
+OFFSETS = [
+    (torch.tensor([0.0, 4.0, 9.0]), TypeError, "wanted integers, got torch.float32"),
+    ([0.0, 4.5, 9.0], TypeError, "wanted integers, got torch.float32"),
+    (torch.tensor([False, True]), TypeError, "wanted integers, got torch.bool"),
+    (None, TypeError, "wanted integers in a tensor, an array or lists of equal length, got NoneType"),
+    (torch.tensor([[0, 9]]), ValueError, r"wanted 1 dimensions, got shape \[1, 2\]"),
+    ([0, 4, 10], ValueError, "wanted offsets that end at 9, as many as tokens, got 10"),
+    ([0, 4], ValueError, "wanted offsets that end at 9, as many as tokens, got 4"),
+    ([0], ValueError, "wanted offsets that end at 9, as many as tokens, got 0"),
+    ([], ValueError, "wanted offsets that end at 9, as many as tokens, got None"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "kind", "words"), OFFSETS)
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_wrong_offsets_are_named(name, wrong, kind, words):
+    """Floats were cut to integers, and offsets that end elsewhere gave zeros or rows too many."""
+    q, k, v = draw((9, 4, 8), (9, 2, 8), (9, 2, 8))
+    given = {"cu_seqlens_q": [0, 4, 9], "cu_seqlens_k": [0, 4, 9], name: wrong}
+    with pytest.raises(kind, match=f"^{name}: {words}$"):
+        flash_attn_varlen_func(q, k, v, **given, max_seqlen_q=5, max_seqlen_k=5, causal=True)
+
+
+@pytest.mark.parametrize("wrong", [3, (3,), (3, 0, 1), None, (3.0, 0), (True, 0), "ab"])
+def test_a_window_is_a_pair(wrong):
+    """An int stopped at "'int' object is not iterable"."""
+    q, k, v = draw((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
+    with pytest.raises(TypeError, match=r"^window_size: wanted \(before, after\), -1 for no limit, got"):
+        flash_attn_func(q, k, v, window_size=wrong)
+    want = flash_attn_func(q, k, v, window_size=(-1, 2))
+    assert torch.equal(flash_attn_func(q, k, v, window_size=[None, 2]), want)
+
+
+def test_tensors_of_another_rank_are_refused():
+    """[L, H, D] was read as [B, H, D] and gave numbers."""
+    q, k, v = draw((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
+    with pytest.raises(ValueError, match=r"^q: wanted \[B, L, H, D\], got \[6, 4, 8\]$"):
+        flash_attn_func(q[0], k[0], v[0])
+    with pytest.raises(ValueError, match=r"^q: wanted \[tokens, H, D\], got \[2, 6, 4, 8\]$"):
+        flash_attn_varlen_func(q, k, v, [0, 12], [0, 12], 12, 12)
+    with pytest.raises(TypeError, match=r"^k: wanted a tensor, got NoneType"):
+        flash_attn_func(q, None, v)
+    with pytest.raises(TypeError, match=r"^relation: wanted a Relation or None, got Tensor"):
+        flash_attn_func(q, k, v, causal=True, relation=torch.ones(6, 6))
 
 
 def test_flash_attn_refuses_what_is_not_offered():

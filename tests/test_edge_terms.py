@@ -225,6 +225,76 @@ def test_what_an_intersection_drops_gets_no_gradient(backend):
     assert (bias.grad[~far] != 0).any()
 
 
+OTHERS = {
+    "window": ab.Window(before=9, after=9),
+    "not a graph": ~make_graph(200),
+    "a function": ab.Where(lambda b, h, q, k: (q + k) % 3 != 0),
+    "two graphs": make_graph(900) | make_graph(901),  # pairs of its own, listed without numbers
+    "by head": ab.PerHead([ab.Window(before=9, after=9), make_graph(900) | make_graph(901)]),
+}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_intersection_keeps_duplicate_edges(backend, other, first):
+    """``graph & other`` dropped all but the first edge of a pair, its bias with it."""
+    graph, other = make_graph(), OTHERS[other]
+    graph = ab.Graph(graph.edge_index[:, torch.arange(400) // 2], size=(SOURCES, N))  # every edge twice
+    both = graph & other if first else other & graph
+    q, k, v = torch.randn(3, 1, 2, SOURCES, 4, generator=torch.Generator().manual_seed(0))
+    q, bias = q[:, :, :N], torch.linspace(-2, 2, 400)
+    weights = ab.edge_weights(q, k, both, terms=[ab.EdgeBias(bias)])
+    source, target = graph.edge_index
+    for head in (0, 1):
+        kept = other.related(target, source, None, torch.tensor(head))
+        rest = ab.Graph(graph.edge_index[:, kept], size=(SOURCES, N))
+        here = slice(head, head + 1)
+        for some, numbers in (([], []), ([ab.EdgeBias(bias)], [ab.EdgeBias(bias[kept])])):
+            got = ab.attention(q, k, v, both, terms=some, return_lse=True, backend=backend)
+            want = ab.attention(
+                q[:, here], k[:, here], v[:, here], rest, terms=numbers, return_lse=True, backend="reference"
+            )
+            torch.testing.assert_close((got[0][:, here], got[1][:, here]), want)
+        alone = ab.edge_weights(q[:, here], k[:, here], rest, terms=[ab.EdgeBias(bias[kept])])
+        torch.testing.assert_close(weights[kept, head], alone[:, 0])
+        assert not weights[~kept, head].any()
+
+
+def test_an_intersection_of_neighbours_keeps_duplicates(backend):
+    """So did ``neighbors & other``; and a moved one counted otherwise on each backend."""
+    near = ab.Neighbors(torch.tensor([[0, 0, 1], [1, 1, 3], [2, 0, 2], [3, 3, 3]]))
+    q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(0))
+    q = q[:, :, :4]
+    earlier = ab.Where(lambda b, h, q, k: k <= q)
+    for relation, first in (
+        (near & ab.Causal(), 0),
+        ((near & ab.Causal()).shift(2), 2),
+        ((earlier & ab.PerHead([near, ab.Full() & near])).shift(2), 2),
+        ((earlier & ab.PerHead([near, near]) & ab.Full()).shift(1).shift(1), 2),
+    ):
+        keys = torch.tensor([0, 0, 1, 1, 2, 0, 2, 3, 3, 3]) + first  # those not after the query, one by one
+        listed = ab.Graph([keys, torch.tensor([0, 0, 1, 1, 2, 2, 2, 3, 3, 3])], size=(8, 4))
+        want = ab.attention(q, k, v, listed, backend="reference")
+        torch.testing.assert_close(ab.attention(q, k, v, relation, backend=backend), want)
+
+
+def test_an_intersection_of_wide_heads_keeps_duplicates():
+    """Wide heads go to tiles, which cannot hold duplicates, unless the relation is a graph."""
+    graph = ab.Graph([[0, 1, 1], [1, 1, 1]], num_nodes=2)
+    q, k, v = torch.randn(3, 1, 1, 2, 257)
+    out = ab.attention(q, k, v, graph & ab.Causal())
+    torch.testing.assert_close(out, ab.attention(q, k, v, graph, backend="reference"))
+
+
+def test_a_bias_wants_one_list_of_duplicates():
+    """A pair of two lists that each repeat it has no edges that numbers could belong to."""
+    graph = make_graph()
+    q, k, v = torch.randn(3, 1, 2, SOURCES, 4)
+    both = graph & ab.PerHead([make_graph(900), ab.Full()])
+    with pytest.raises(ValueError, match=r"^terms: EdgeBias: wanted one Graph or Neighbors & "):
+        ab.attention(q[:, :, :N], k, v, both, terms=[ab.EdgeBias(torch.zeros(400))])
+
+
 def test_minus_infinity_removes_an_edge(backend):
     graph = make_graph()
     bias = torch.zeros(400)

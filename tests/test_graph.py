@@ -431,3 +431,31 @@ def test_the_page_of_graphs_says_what_is() -> None:
     page = Path(__file__).parents[1] / "docs" / "graphs.md"
     failed, tried = doctest.testfile(str(page), module_relative=False)
     assert tried > 5 and not failed
+
+
+NESTED = [
+    lambda x: torch.nested.nested_tensor(list(x)),
+    lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged),
+]
+DENSE_WANTED = {
+    "edge_index": lambda f: ab.Graph(f(torch.tensor([[0, 1], [1, 0]])), num_nodes=2),
+    "index": lambda f: ab.Neighbors(f(torch.tensor([[0, 1], [1, 0]]))),
+    "adjacency": lambda f: ab.Graph.from_adjacency(f(torch.eye(2))),
+    "mask": lambda f: ab.Dense(f(torch.eye(2) > 0)),
+    "ids": lambda f: ab.Documents(f(torch.tensor([[0, 1], [1, 0]]))),
+}
+
+
+@pytest.mark.parametrize("change", NESTED)
+@pytest.mark.parametrize("name", DENSE_WANTED)
+def test_nested_tensors_are_refused_in_a_sentence(name, change) -> None:
+    """They stopped at "NestedTensorImpl doesn't support sizes. Please file an issue"."""
+    with pytest.raises(TypeError, match=f"^{name}: wanted a dense tensor, got a nested one$"):
+        DENSE_WANTED[name](change)
+
+
+@pytest.mark.parametrize("make", [ab.Dense, ab.Padding.from_mask])
+def test_sparse_masks_are_refused_in_a_sentence(make) -> None:
+    """They stopped at "Cannot access data pointer of Tensor that doesn't have storage"."""
+    with pytest.raises(TypeError, match=r"^mask: wanted a dense tensor, got torch.sparse_coo$"):
+        make((torch.eye(2) > 0).to_sparse())

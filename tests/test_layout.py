@@ -82,7 +82,7 @@ def test_counts_are_the_multiplicities_of_a_graph():
     layout = graph.layout(3, 3)
     assert layout.rows(0, 3)[0, 0].tolist() == [[2, 1, 0], [0, 0, 0], [0, 0, 1]]
     assert layout.edge_id.tolist() == [0, 1, 2, 3]
-    assert (graph & ab.Prefix(3)).layout(3, 3, form="edges").edges == 3
+    assert (graph & ab.Prefix(3)).layout(3, 3, form="edges").edges == 4
 
 
 def test_edges_carry_the_callers_numbers_both_ways():

@@ -211,6 +211,109 @@ def test_multihead_agrees_with_torch(batch_first, sizes, has_batch):
     assert ours(*inputs, relation=relation)[1] is None
 
 
+def masks(kind, heads=None):
+    """A mask [5, 5] or [2 * heads, 5, 5] and one of padding [2, 5], True = leave out, or numbers to add."""
+    rng = torch.Generator().manual_seed(3)
+    mask = torch.rand(5, 5, generator=rng) if heads is None else torch.rand(2 * heads, 5, 5, generator=rng)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    if kind == "bool":
+        return (mask > 0.6) & ~torch.eye(5, dtype=torch.bool), padding
+    return mask, torch.zeros(2, 5).masked_fill(padding, -torch.inf)
+
+
+@pytest.mark.parametrize("has_batch", [True, False])
+@pytest.mark.parametrize("by_head", [True, False])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_multihead_takes_torchs_masks(kind, by_head, has_batch):
+    """There was no ``attn_mask``, and only booleans were taken for padding."""
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(D, 4, batch_first=True)
+    ours = MultiheadAttention(D, 4, batch_first=True)
+    ours.load_state_dict(theirs.state_dict())
+    mask, padding = masks(kind, 4 if by_head else None)
+    x = torch.randn(2, 5, D)
+    if not has_batch:
+        x, padding, mask = x[1], padding[1], mask[:4] if by_head else mask
+    wide = copy.deepcopy(theirs).double()
+    for given in ({}, {"key_padding_mask": padding}):
+        options = {"attn_mask": mask, "need_weights": True, "average_attn_weights": False, **given}
+        exact = {
+            n: y.double() if torch.is_tensor(y) and y.is_floating_point() else y for n, y in options.items()
+        }
+        runs = ours(x, x, x, **options), theirs(x, x, x, **options), wide(*[x.double()] * 3, **exact)
+        for name, *each in zip(("out", "weights"), *runs, strict=True):
+            assert_no_worse(name, *each)
+
+
+ENCODER_CALLS = {
+    "nothing": lambda mask, padding: {},
+    "mask": lambda mask, padding: {"src_mask": mask},
+    "padding": lambda mask, padding: {"src_key_padding_mask": padding},
+    "both": lambda mask, padding: {"src_mask": mask, "src_key_padding_mask": padding},
+    "causal": lambda mask, padding: {
+        "src_mask": nn.Transformer.generate_square_subsequent_mask(5),
+        "is_causal": True,
+    },
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("call", ENCODER_CALLS)
+def test_multihead_stands_in_torchs_encoder_layer(call, kind, training, monkeypatch):
+    """It could not: masks were refused, and without gradients torch computed without it."""
+    torch.manual_seed(0)
+    theirs = nn.TransformerEncoderLayer(D, 4, 20, dropout=0.0, batch_first=True).train(training)
+    ours = copy.deepcopy(theirs)
+    ours.self_attn = MultiheadAttention(D, 4, batch_first=True).train(training)
+    ours.self_attn.load_state_dict(theirs.self_attn.state_dict())
+    options = ENCODER_CALLS[call](*masks(kind)).items()
+    x = torch.randn(2, 5, D)
+    wide = copy.deepcopy(theirs).double()
+    runs = []
+    if kind == "float":  # torch's fast path takes any number but 0 for True, and gives NaN
+        monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)
+    for layer, dtype in ((ours, torch.float32), (theirs, torch.float32), (wide, torch.float64)):
+        given = {
+            name: y.to(dtype) if torch.is_tensor(y) and y.is_floating_point() else y for name, y in options
+        }
+        with torch.set_grad_enabled(training):
+            out = layer(x.to(dtype), **given)
+        grads = torch.autograd.grad(out.square().sum(), list(layer.parameters())) if training else ()
+        runs.append((out, *grads))
+    out, *grads = zip(*runs, strict=True)
+    assert_no_worse("out", *out)
+    for grad in grads:
+        assert_no_worse("gradient", *grad, 3, magnitude=grad[2].abs().max().item())
+
+
+def test_a_relation_holds_in_torchs_layers_without_gradients():
+    """Their fast path reads the weights of the layer and knows nothing of its relation."""
+    torch.manual_seed(0)
+    window = ab.Window(before=1)
+    encoder = nn.TransformerEncoderLayer(D, 4, 20, dropout=0.0, batch_first=True).eval()
+    encoder.self_attn = MultiheadAttention(D, 4, batch_first=True, relation=window).eval()
+    decoder = nn.TransformerDecoderLayer(D, 4, 20, dropout=0.0, batch_first=True).eval()
+    decoder.self_attn = MultiheadAttention(D, 4, batch_first=True, relation=window).eval()
+    decoder.multihead_attn = MultiheadAttention(D, 4, batch_first=True, relation=window).eval()
+    x = torch.randn(2, 5, D)
+    for run in (encoder, lambda x: decoder(x, x)):
+        with torch.no_grad():
+            out = run(x)
+            changed = run(torch.cat([x[:, :1] + 1, x[:, 1:]], 1))
+        assert torch.equal(out, run(x))
+        assert torch.equal(out[:, 3:], changed[:, 3:]) and not torch.equal(out[:, :1], changed[:, :1])
+
+
+def test_multihead_in_torchs_encoder_says_how_to_keep_tensors_dense():
+    """torch packs padded sequences into a nested tensor before the first layer sees them."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 4, 20, batch_first=True), 1).eval()
+    encoder.layers[0].self_attn = MultiheadAttention(D, 4, batch_first=True).eval()
+    x, padding = torch.randn(2, 5, D), masks("bool")[1]
+    with torch.no_grad(), pytest.raises(TypeError, match=r"got a nested one; .* enable_nested_tensor=False"):
+        encoder(x, src_key_padding_mask=padding)
+
+
 def test_multihead_of_a_fully_padded_sequence_is_the_bias():
     layer = MultiheadAttention(D, 3, batch_first=True)
     nn.init.normal_(layer.out_proj.bias)
@@ -279,6 +382,20 @@ def test_a_layer_is_copied_and_saved_whole():
         (lambda: MultiheadAttention(4, 2, add_bias_kv=True), "add_bias_kv: not offered here"),
         (lambda: MultiheadAttention(4, 2, add_zero_attn=True), "add_zero_attn: not offered here"),
         (
+            lambda: MultiheadAttention(4, 2)(*torch.zeros(3, 3, 5, 4), attn_mask=torch.zeros(5, 3, 3)),
+            r"attn_mask: wanted \[3, 3\] or \[10, 3, 3\], got \[5, 3, 3\]",
+        ),
+        (
+            lambda: MultiheadAttention(4, 2)(*torch.zeros(3, 3, 5, 4), key_padding_mask=torch.zeros(3, 5)),
+            r"key_padding_mask: wanted \[5, 3\], got \[3, 5\]",
+        ),
+        (
+            lambda: MultiheadAttention(4, 2)(
+                *torch.zeros(3, 3, 5, 4), attn_mask=torch.zeros(3, 3), q_start=1
+            ),
+            "q_start: wanted 0 with attn_mask, whose rows are the queries, got 1",
+        ),
+        (
             lambda: SparseAttention(4, ab.Graph([[0], [1]], num_nodes=2))(torch.zeros(3, 4)),
             "relation: this Graph is for 2 keys, got k_len = 3",
         ),
@@ -301,8 +418,16 @@ def test_wrong_values_are_named(make, words):
         (lambda: GraphAttention(4)(torch.zeros(3, 4), None), "^relation: wanted a graph, got None"),
         (lambda: GraphAttention(4)("x", ab.Full()), "^x: wanted a tensor, got str"),
         (
-            lambda: MultiheadAttention(4, 2)(*torch.zeros(3, 2, 4), key_padding_mask=torch.zeros(2)),
-            "key_padding_mask: wanted booleans, got torch.float32",
+            lambda: MultiheadAttention(4, 2)(*torch.zeros(3, 2, 4), key_padding_mask=torch.tensor([0, 1])),
+            "key_padding_mask: wanted booleans or floating-point numbers, got torch.int64",
+        ),
+        (
+            lambda: MultiheadAttention(4, 2)(*torch.zeros(3, 2, 4), None, False, ab.Causal()),
+            r"attn_mask: wanted a tensor, got Causal\(\); pass it as relation=",
+        ),
+        (
+            lambda: MultiheadAttention(4, 2)(torch.zeros(2, 4).to_sparse(), *torch.zeros(2, 2, 4)),
+            "query: wanted a dense tensor, got torch.sparse_coo",
         ),
     ],
 )

@@ -171,6 +171,38 @@ def test_a_sparse_tensor_is_read_and_its_vectors_are_edge_features(layer):
     torch.testing.assert_close(plain(x, ones), plain(x, index))
 
 
+@pytest.mark.parametrize("layer", OPTIONS)
+def test_a_layer_is_exported_with_a_graph(layer):
+    """Exporting with a tensor ended in a page of guards on numbers that were not known."""
+    index, nodes, _ = GRAPHS["random"]
+    net, graph = make(layer).eval(), ab.Graph(index, num_nodes=nodes)
+
+    class OnGraph(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return self.net(x, graph)
+
+    x = torch.randn(nodes, IN)
+    want = net(x, graph)
+    assert torch.equal(torch.export.export(OnGraph(), (x,)).module()(x), want)
+    with pytest.raises(
+        ValueError, match=r"^edge_index: torch.export cannot read the numbers of a tensor; make"
+    ):
+        torch.export.export(net, (x, index.clone()))
+
+
+def test_neighbours_are_not_made_in_an_export():
+    class Nearest(torch.nn.Module):
+        def forward(self, x, index):
+            return ab.attention(x, x, x, ab.Neighbors(index))
+
+    with pytest.raises(ValueError, match=r"^index: torch.export cannot read the numbers of a tensor; make"):
+        torch.export.export(Nearest(), (torch.randn(1, 1, 5, 4), torch.zeros(5, 2, dtype=torch.int64)))
+
+
 def bad_calls():
     x, graph = torch.ones(3, IN), torch.tensor([[0, 1], [1, 2]])
     attr = torch.ones(2, 3)
@@ -213,6 +245,14 @@ def bad_calls():
         (x, graph, attr.long()),
         "edge_attr: wanted a floating-point tensor .*, got torch.int64",
     )
+    yield (
+        every,
+        with_attr,
+        (x, graph, attr.to_sparse()),
+        "edge_attr: wanted a dense tensor, got torch.sparse_coo",
+    )
+    nested = torch.nested.nested_tensor(list(x))
+    yield every, {}, (nested, graph), "x: wanted a dense tensor, got a nested one"
     yield every[:1], with_attr, (x, graph), r"edge_attr: wanted \[E, edge_dim\] = \[E, 3\], got None"
     yield (
         ("TransformerConv", "GATv2Conv"),

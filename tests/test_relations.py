@@ -204,13 +204,19 @@ def test_batched_graphs_are_block_diagonal():
     assert ab.Graph.batch([]).dense(0, 0).shape == (0, 0)
 
 
-def test_duplicate_edges_have_a_multiplicity_and_are_one_pair_to_set_operations():
+def test_duplicate_edges_have_a_multiplicity_which_an_intersection_keeps():
     graph = ab.Graph([[0, 0, 1], [0, 0, 0]], num_nodes=2)
     at = torch.arange(2)
     assert graph.multiplicity(at[:, None], at).tolist() == [[2, 1], [0, 0]]
     assert graph.count(2, 2) == 2
     assert (graph & ab.Full()).multiplicity(at[:, None], at) is not None  # Full() & x is x
     assert (graph & ab.Prefix(1)).count(2, 2) == 1
+    assert (graph & ab.Prefix(1)).multiplicity(at[:, None], at).tolist() == [[2, 0], [0, 0]]
+    assert (graph | ab.Prefix(1)).multiplicity(at[:, None], at) is None  # a set
+    once = ab.Graph([[0, 1, 1], [0, 0, 0]], num_nodes=2)
+    for both in (graph & once, once & graph):
+        assert both.multiplicity(at[:, None], at).tolist() == [[2, 2], [0, 0]]
+        assert both.bind(2, 2).edges.key.tolist() == [0, 0, 1, 1]
     assert (~graph).count(2, 2) == 2
     neighbours = ab.Neighbors([[1, 1]])
     assert neighbours.multiplicity(at[:1, None], at).tolist() == [[0, 2]]

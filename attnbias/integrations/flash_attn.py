@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import NoneType
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..ops import attention
 from ..relations import Causal, Documents, Empty, Relation, Window
+from ..relations.relation import as_indices
+from ..tensors import check_dense
 from ..terms import ALiBi, Term
 
 
@@ -18,7 +23,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -35,7 +40,7 @@ def flash_attn_func(
         dropout_p: share of the weights to drop.
         softmax_scale: factor of the products, ``D**-0.5`` if None.
         causal: no later keys.
-        window_size: keys before and after the query's position; -1 is no limit.
+        window_size: keys before and after the query's position; -1 or None is no limit.
         softcap: bound on the scores, 0 is off.
         alibi_slopes: [H] or [B, H].
         deterministic: accepted; it always is.
@@ -47,6 +52,8 @@ def flash_attn_func(
 
     Raises:
         NotImplementedError: for ``return_attn_probs``.
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if a shape does not fit.
 
     Example:
         >>> import torch
@@ -55,6 +62,9 @@ def flash_attn_func(
         torch.Size([2, 100, 4, 8])
     """
     _refuse_probs(return_attn_probs)
+    _check_tensors("[B, L, H, D]", q, k, v)
+    if relation is not None and not isinstance(relation, Relation):
+        raise TypeError(f"relation: wanted a Relation or None, got {type(relation).__name__}")
     out = attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -73,14 +83,14 @@ def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | Sequence[int],
+    cu_seqlens_k: Tensor | Sequence[int],
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -100,7 +110,7 @@ def flash_attn_varlen_func(
         dropout_p: share of the weights to drop.
         softmax_scale: factor of the products, ``D**-0.5`` if None.
         causal: no later keys.
-        window_size: keys before and after the query's position; -1 is no limit.
+        window_size: keys before and after the query's position; -1 or None is no limit.
         softcap: bound on the scores, 0 is off.
         alibi_slopes: [H]; sequences must then have as many keys as queries.
         deterministic: accepted; it always is.
@@ -113,12 +123,16 @@ def flash_attn_varlen_func(
     Raises:
         NotImplementedError: for ``return_attn_probs``, ``block_table`` (paged keys), slopes by batch, and
             slopes with sequences of more keys than queries.
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if a shape does not fit, or offsets do not end at the number of tokens.
     """
     _refuse_probs(return_attn_probs)
+    _check_tensors("[tokens, H, D]", q, k, v)
     if block_table is not None:
         raise NotImplementedError("block_table: paged keys are not offered, wanted None")
-    starts = cu_seqlens_q.long(), cu_seqlens_k.long()
+    starts = _read_offsets("cu_seqlens_q", cu_seqlens_q, q), _read_offsets("cu_seqlens_k", cu_seqlens_k, k)
     if alibi_slopes is not None:
+        check_dense("alibi_slopes", alibi_slopes)
         if alibi_slopes.dim() != 1:
             raise NotImplementedError(f"alibi_slopes: wanted [H], got {list(alibi_slopes.shape)}")
         if not torch.equal(*starts):
@@ -136,8 +150,27 @@ def flash_attn_varlen_func(
     return out.transpose(0, 1)
 
 
-def _window(causal: bool, window_size: tuple[int, int]) -> Relation | None:
-    before, after = (None if size < 0 else size for size in window_size)
+def _check_tensors(wanted: str, *tensors: Tensor) -> None:
+    for name, x in zip("qkv", tensors, strict=True):
+        check_dense(name, x)
+        if x.dim() != wanted.count(",") + 1:
+            raise ValueError(f"{name}: wanted {wanted}, got {list(x.shape)}")
+
+
+def _read_offsets(name: str, given: Tensor | Sequence[int], tokens: Tensor) -> Tensor:
+    """Where sequences of tokens [n, H, D] begin, and the end, int64."""
+    offsets = as_indices(name, given, (1,))
+    last = int(offsets[-1]) if len(offsets) else None
+    if last != len(tokens):
+        raise ValueError(f"{name}: wanted offsets that end at {len(tokens)}, as many as tokens, got {last}")
+    return offsets
+
+
+def _window(causal: bool, window_size: tuple[int | None, int | None]) -> Relation | None:
+    given = window_size if isinstance(window_size, (tuple, list)) else ()
+    if len(given) != 2 or any(not isinstance(n, (int, NoneType)) or isinstance(n, bool) for n in given):
+        raise TypeError(f"window_size: wanted (before, after), -1 for no limit, got {window_size!r}")
+    before, after = (None if size is None or size < 0 else size for size in given)
     if causal:
         return Causal() if before is None else Window(before=before)
     return None if before is None and after is None else Window(before=before, after=after)

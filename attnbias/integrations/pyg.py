@@ -142,8 +142,11 @@ class TransformerConv(Conv):
         with_weights = return_attention_weights is not None
         if self.edge_dim is None:
             scores = Scores(query, key)
-            out = scores.attend(value, edges.graph, self._dropout)
-            weights = scores.weigh(edges.graph) if with_weights else None
+            weights = scores.weigh(edges.graph) if with_weights or self._is_watched else None
+            if weights is not None and self._is_watched:
+                out = self._sum(F.dropout(weights, self._dropout), value, edges)
+            else:
+                out = scores.attend(value, edges.graph, self._dropout)
         else:
             out, weights = self._attend_features(query, key, value, edges)
         out = self._merge(out)
@@ -172,6 +175,10 @@ class TransformerConv(Conv):
         precision = torch.float64 if query.dtype == torch.float64 else torch.float32
         scores = dot_nodes(query, key, edges, precision) * scale + bias
         weights = softmax_by_row(scores.T, edges.target, len(query)).T.to(query.dtype)
+        if self._is_watched:
+            assert self.lin_edge is not None
+            by_edge = value.index_select(0, edges.source) + self._heads(self.lin_edge(edges.attr))
+            return self._sum_messages(F.dropout(weights, self._dropout), by_edge, edges), weights
         if self._dropout:
             dropped = F.dropout(weights, self._dropout)
             out = sum_values(dropped, value, edges)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..relations import Graph
+from ..tensors import check_dense
 
 NUMBERS_AT_ONCE = 1 << 22  # held for edges that are gathered, unless there are more for nodes
 
@@ -175,6 +176,7 @@ def _check_attr(attr: Tensor | None, count: int) -> Tensor | None:
     if not isinstance(attr, Tensor) or not attr.is_floating_point():
         got = attr.dtype if isinstance(attr, Tensor) else type(attr).__name__
         raise TypeError(f"edge_attr: wanted a floating-point tensor [E, edge_dim], got {got}")
+    check_dense("edge_attr", attr)
     if attr.dim() not in (1, 2) or len(attr) != count:
         raise ValueError(f"edge_attr: wanted [E, edge_dim] = [{count}, edge_dim], got {list(attr.shape)}")
     return attr[:, None] if attr.dim() == 1 else attr

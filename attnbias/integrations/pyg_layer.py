@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,14 +14,24 @@ from ..ops import attention
 from ..relations import Graph
 from ..relations.relation import as_count
 from ..scores import AdditiveScore
+from ..tensors import check_dense
 from ..terms import EdgeBias, Term
 from ..weights import edge_weights
 from .pyg_edges import Edges, Fill, check_fill, sum_values
+
+if TYPE_CHECKING:
+    from torch.nn import Module as MessagePassing
+else:
+    try:  # to_hetero and the explainers of PyG know a layer by this class
+        from torch_geometric.nn import MessagePassing
+    except ImportError:
+        from torch.nn import Module as MessagePassing
 
 Channels = int | tuple[int, int]
 Nodes = Tensor | tuple[Tensor, Tensor | None]  # [N, F], or sources and targets
 Answer = Tensor | tuple[Tensor, tuple[Tensor, Tensor]]
 
+_IN_PYG = MessagePassing is not torch.nn.Module
 _MESSAGE_PASSING = {
     "aggr": ("add", "sum"),
     "aggr_kwargs": (None,),
@@ -95,7 +105,7 @@ class Scores(NamedTuple):
         return edge_weights(query, key, graph, terms=self.terms, score=self.score).to(self.query.dtype)
 
 
-class Conv(torch.nn.Module):
+class Conv(MessagePassing):
     """What the three layers have in common."""
 
     def __init__(
@@ -108,7 +118,7 @@ class Conv(torch.nn.Module):
         edge_dim: int | None,
         others: dict[str, Any],
     ) -> None:
-        super().__init__()
+        super().__init__(**({"node_dim": 0} if _IN_PYG else {}))
         for name, got in others.items():
             wanted = _MESSAGE_PASSING.get(name)
             if wanted is None:
@@ -149,6 +159,8 @@ class Conv(torch.nn.Module):
             if not isinstance(part, Tensor) or not part.is_floating_point():
                 got = part.dtype if isinstance(part, Tensor) else type(part).__name__
                 raise TypeError(f"x: wanted floating-point features, got {got}")
+            if part.is_nested:  # a sparse one is multiplied as it is
+                check_dense("x", part)
             if part.dim() != 2 or size not in (-1, part.shape[1]):
                 wanted = "F" if size == -1 else size
                 raise ValueError(f"x: wanted [N, {wanted}], got {list(part.shape)}")
@@ -184,17 +196,54 @@ class Conv(torch.nn.Module):
             wanted = f"[E, edge_dim] = [{len(edges.attr)}, {self.edge_dim}]"
             raise ValueError(f"edge_attr: wanted {wanted}, got {list(edges.attr.shape)}")
 
+    @property
+    def _is_watched(self) -> bool:
+        """Whether each message is wanted: by an explainer of PyG, a hook, or a subclass."""
+        if not _IN_PYG:
+            return False
+        steps = ("propagate", "message", "aggregate")
+        hooks = (getattr(self, f"_{step}_forward{when}hooks") for step in steps for when in ("_", "_pre_"))
+        own = (getattr(type(self), step) is not getattr(Conv, step) for step in (*steps[1:], "update"))
+        return bool(self.explain) or any(hooks) or any(own)
+
     def _attend(
         self, scores: Scores, value: Tensor, edges: Edges, with_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Attention [targets, H, C] and, if asked for, the weights of its edges after dropout, [E, H]."""
-        if not with_weights:
+        if not with_weights and not self._is_watched:
             return scores.attend(value, edges.graph, self._dropout), None
         weights = scores.weigh(edges.graph)
-        if not self._dropout:
+        if not self._dropout and not self._is_watched:
             return scores.attend(value, edges.graph, 0.0), weights
         weights = F.dropout(weights, self._dropout)
-        return sum_values(weights, value, edges), weights
+        return self._sum(weights, value, edges), weights if with_weights else None
+
+    def _sum(self, weights: Tensor, value: Tensor, edges: Edges) -> Tensor:
+        """The sum of ``weights[e, h] * value[source, h]`` over the edges of each target, [targets, H, C]."""
+        if not self._is_watched:
+            return sum_values(weights, value, edges)
+        return self._sum_messages(weights, value.index_select(0, edges.source), edges)
+
+    def _sum_messages(self, weights: Tensor, value: Tensor, edges: Edges) -> Tensor:
+        """The same of values [E, H, C], by the steps of PyG, which run its hooks and masks."""
+        targets, sources = edges.graph.lengths
+        propagate: Any = self.propagate
+        index = edges.graph.edge_index
+        out: Tensor = propagate(index, size=(sources, targets), value=value, alpha=weights)
+        return out
+
+    def message(self, value: Tensor, alpha: Tensor) -> Tensor:
+        """The message of each edge, [E, H, C]; called by PyG."""
+        return value * alpha[..., None]
+
+    def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
+        """Leave ``propagate`` as it is: PyG would write it to a file, and it seldom runs."""
+
+    def __prepare_scriptable__(self) -> NoReturn:  # asked by torch.jit.script
+        name = type(self).__name__
+        raise NotImplementedError(
+            f"{name}: TorchScript is not offered; use torch.compile, or torch.export with a Graph"
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"
@@ -242,6 +291,15 @@ class GAT(Conv):
             self.bias = Parameter(torch.empty(self._out_size))
         else:
             self.register_parameter("bias", None)
+
+    def register_edge_update_forward_pre_hook(self, hook: Any) -> NoReturn:
+        """Raise: the step of PyG is not run."""
+        raise NotImplementedError(
+            f"hook: {type(self).__name__} has no step edge_update; "
+            "hook the message, whose alpha holds the weights"
+        )
+
+    register_edge_update_forward_hook = register_edge_update_forward_pre_hook
 
     def _finish(self, out: Tensor, residual: Tensor | None, edges: Edges, weights: Tensor | None) -> Answer:
         out = self._merge(out)

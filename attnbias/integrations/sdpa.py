@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ..ops import attention
 from ..relations import Causal, Dense, Relation
+from ..tensors import check_dense
 from ..terms import PairBias, Term
 
 
@@ -25,21 +28,23 @@ def scaled_dot_product_attention(
     """Torch's function with its own arguments, and one more: a relation.
 
     A boolean mask becomes ``Dense``, a float one ``PairBias``; either is a [Q, K] tensor, which a relation
-    is not. What differs from torch: a query without a key gets zeros, and dropout draws other bits.
+    is not. What differs from torch: a query without a key gets zeros, dropout draws other bits, and a mask
+    goes with ``is_causal`` for all shapes (torch refuses some), both of which must then hold.
 
     Args:
         query: [..., H, Q, D].
-        key: [..., Hk, K, D]; leading dimensions broadcast.
-        value: [..., Hk, K, E].
+        key: [..., H, K, D]; all but the last two dimensions broadcast.
+        value: [..., H, K, E].
         attn_mask: broadcasts to [..., H, Q, K]; True = may attend, or numbers to add to the scores.
         dropout_p: share of the weights to drop.
         is_causal: ``Causal()``, whose first query stands at the first key, as in torch.
         scale: factor of the products, ``D**-0.5`` if None.
-        enable_gqa: allow fewer key heads than query heads.
+        enable_gqa: key and value may have fewer heads, which divide those of the query.
         relation: which query attends to which key; with a mask, both must hold.
 
     Raises:
-        ValueError: if both ``attn_mask`` and ``is_causal`` are given, or a shape does not fit.
+        ValueError: if a shape does not fit.
+        TypeError: if an argument is no dense tensor, or the mask has neither booleans nor fitting numbers.
 
     Example:
         >>> import torch
@@ -48,20 +53,24 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, k, v, relation=ab.Window(before=15)).shape
         torch.Size([2, 4, 100, 8])
     """
-    if attn_mask is not None and is_causal:
-        raise ValueError("attn_mask: wanted None with is_causal=True, got a mask")
-    if min(x.dim() for x in (query, key, value)) < 2:
-        raise ValueError(f"query: wanted [..., H, Q, D], got {list(query.shape)}")
-    leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
-    if attn_mask is not None:
-        leading = torch.broadcast_shapes(leading, attn_mask.shape[:-3])
+    least = 3 if enable_gqa else 2
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_dense(name, x)
+        if x.dim() < least:
+            wanted = "[..., H, L, D] because of enable_gqa" if enable_gqa else "[..., L, D]"
+            raise ValueError(f"{name}: wanted {wanted}, got {list(x.shape)}")
+    rank = max(query.dim(), key.dim(), value.dim())
+    query, key, value = (x if x.dim() > 2 else x[None] for x in (query, key, value))
+    leading = _broadcast("batches", [x.shape[:-3] for x in (query, key, value)])
+    query, key, value = _match_heads(query, key, value, enable_gqa)
+    lead = (*leading, query.shape[-3]) if rank > 2 else ()
     terms: list[Term] = []
     if is_causal:
         relation = Causal() if relation is None else relation & Causal()
-    elif attn_mask is not None:
-        q_len, k_len = query.shape[-2], key.shape[-2]
-        spread = attn_mask.expand(*attn_mask.shape[:-2], q_len, k_len)
-        mask = _four(spread, leading) if spread.dim() > 3 else spread
+    if attn_mask is not None:
+        shape = (*lead, query.shape[-2], key.shape[-2])
+        mask = _check_mask(attn_mask, shape, query.dtype)
+        mask = _four(mask, leading) if mask.dim() > 3 else mask
         if mask.dtype == torch.bool:
             relation = Dense(mask) if relation is None else relation & Dense(mask)
         else:
@@ -74,13 +83,56 @@ def scaled_dot_product_attention(
         terms=terms,
         scale=scale,
         dropout_p=dropout_p,
-        enable_gqa=enable_gqa,
     )
-    return out.reshape(*leading, *query.shape[-3:-1], value.shape[-1])
+    return out.reshape(*lead, query.shape[-2], value.shape[-1])
+
+
+def _broadcast(what: str, shapes: list[torch.Size]) -> torch.Size:
+    try:
+        shape: torch.Size = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        got = ", ".join(str(list(shape)) for shape in shapes)
+        hint = "; enable_gqa=True lets heads share a key" if what == "heads" else ""
+        raise ValueError(
+            f"query: wanted {what} of query, key and value that broadcast, got {got}{hint}"
+        ) from None
+    return shape
+
+
+def _match_heads(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Bring query [..., H, Q, D], key and value to head counts that ``attention`` takes."""
+    if enable_gqa:
+        heads = query.shape[-3]
+        for name, x in (("key", key), ("value", value)):
+            if x.shape[-3] != heads and (x.shape[-3] == 0 or heads % x.shape[-3]):
+                raise ValueError(
+                    f"{name}: wanted a head count that divides the query's {heads}, got {x.shape[-3]}"
+                )
+    else:
+        heads = _broadcast("heads", [x.shape[-3:-2] for x in (query, key, value)])[0]
+        query = query.expand(*query.shape[:-3], heads, -1, -1)
+    if key.shape[-3] == value.shape[-3]:  # heads are shared without a copy
+        return query, key, value
+    key, value = (x.repeat_interleave(heads // max(x.shape[-3], 1), -3) for x in (key, value))
+    return query, key, value
+
+
+def _check_mask(mask: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The mask with all of its last two dimensions."""
+    check_dense("attn_mask", mask)
+    if mask.dtype not in (torch.bool, torch.float32, dtype):
+        raise TypeError(f"attn_mask: wanted booleans, float32 or the query's {dtype}, got {mask.dtype}")
+    wanted = shape[len(shape) - mask.dim() :]
+    fits = all(mine in (1, size) for mine, size in zip(mask.shape, wanted, strict=False))
+    if not 2 <= mask.dim() <= len(shape) or not fits:
+        raise ValueError(
+            f"attn_mask: wanted a shape that broadcasts to {list(shape)}, got {list(mask.shape)}"
+        )
+    return mask.expand(*mask.shape[:-2], *shape[-2:])
 
 
 def _four(x: Tensor, leading: torch.Size) -> Tensor:
     """[..., H, L, D] as [B, H, L, D]: all but the last three dimensions become one."""
-    if x.dim() == 2:
-        x = x[None]
-    return x.expand(*leading, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
+    return x.expand(*leading, *x.shape[-3:]).reshape(math.prod(leading), *x.shape[-3:])

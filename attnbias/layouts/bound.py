@@ -89,15 +89,22 @@ def aligned(parts: Sequence[Bound]) -> list[Bound]:
 
 
 def intersect(a: Bound, b: Bound) -> Bound:
-    """Pairs in both. Edges are filtered, so the cost of a graph stays that of its edges."""
+    """Pairs in both. Edges are filtered, so the cost of a graph stays that of its edges.
+
+    Duplicate edges stay: a pair listed by both has the edges of the one that has more, ``a`` if as many.
+    """
     a, b = aligned((a, b))
     listed = []
-    if a.edges is not None:
-        edges = a.edges.distinct()
-        listed.append(edges.filter(b.contains(edges.row, edges.key)))
-    if b.edges is not None and a.solid is not None:
-        edges = b.edges.distinct()
-        listed.append(edges.filter(a.solid.contains(edges.row, edges.key)))
+    for mine, other in ((a, b), (b, a)):
+        if mine.edges is None:
+            continue
+        row, key = mine.edges.row, mine.edges.key
+        kept = np.zeros(len(key), bool) if other.solid is None else other.solid.contains(row, key)
+        if other.edges is not None:
+            often, theirs = mine.edges.count_of(row, key), other.edges.count_of(row, key)
+            kept |= (theirs > 0) & ((often >= theirs) if mine is a else (often > theirs))
+        if mine is a or kept.any():
+            listed.append(mine.edges.filter(kept))
     solid = None
     if a.solid is not None and b.solid is not None:
         solid = _intersect_solid(a.solid, b.solid)

@@ -19,8 +19,8 @@ Index = NDArray[np.signedinteger[Any]]  # int32 from the library's sort, else in
 class Edges:
     """For each row its keys in increasing order, with the caller's number of each edge.
 
-    A pair may occur more than once (a graph's duplicate edges count twice); set operations work on
-    :meth:`distinct` edges. Rows and ``group`` are those of :class:`Intervals`.
+    A pair may occur more than once (a graph's duplicate edges count twice); unions and complements work
+    on :meth:`distinct` edges. Rows and ``group`` are those of :class:`Intervals`.
     """
 
     q_len: int
@@ -104,6 +104,12 @@ class Edges:
         at = np.searchsorted(mine, asked)
         found: NDArray[np.bool_] = np.append(mine, -1)[at] == asked
         return found
+
+    def count_of(self, row: Ints, key: Ints) -> Ints:
+        """How many edges each pair (row, key) has."""
+        mine = self.row * self.k_len + self.key
+        asked = row * self.k_len + key
+        return np.searchsorted(mine, asked, side="right") - np.searchsorted(mine, asked)
 
     def intervals(self) -> Intervals:
         """The same set of pairs as ranges."""

@@ -1,8 +1,9 @@
-"""``torch.nn.MultiheadAttention`` with a relation in place of its mask."""
+"""``torch.nn.MultiheadAttention`` with a relation, in place of its mask or beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, Literal, cast
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..ops import attention
-from ..relations import Padding, Relation
+from ..relations import Causal, Dense, Padding, Relation
+from ..tensors import check_dense
+from ..terms import KeyBias, PairBias, Term
 from ..weights import attention_weights
 from .relational import check_relation, join_heads, split_heads
 
@@ -18,7 +21,8 @@ from .relational import check_relation, join_heads, split_heads
 class MultiheadAttention(nn.MultiheadAttention):
     """The parameters and results of ``torch.nn.MultiheadAttention``, over a relation.
 
-    Its state dict loads there and theirs here. What differs: a relation stands where ``attn_mask`` did,
+    Its state dict loads there and theirs here, and it can stand in torch's ``TransformerEncoderLayer`` and
+    ``TransformerDecoderLayer``, whose fast path, which knows no relation, is not taken then. What differs:
     weights come only when asked for, and a query without a key gives the output projection's bias, not NaN.
 
     Args:
@@ -51,16 +55,24 @@ class MultiheadAttention(nn.MultiheadAttention):
         super().__init__(embed_dim, num_heads, **options)
         self.relation = relation if relation is None else check_relation(relation, num_heads)
 
-    def forward(  # type: ignore[override]  # a relation, and fewer arguments
+    def _reset_parameters(self) -> None:
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        # Read by torch's encoder layers alone: else they compute with the weights, without this layer.
+        self._qkv_same_embed_dim = False
+
+    def forward(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = False,
-        relation: Relation | None = None,
+        attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
+        is_causal: bool = False,
         *,
+        relation: Relation | None = None,
         q_start: int | Literal["end"] = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend as torch's layer does.
@@ -69,37 +81,74 @@ class MultiheadAttention(nn.MultiheadAttention):
             query: [Q, embed_dim], [Q, B, embed_dim], or with ``batch_first`` [B, Q, embed_dim].
             key: [K, kdim] or with a batch.
             value: [K, vdim] or with a batch.
-            key_padding_mask: booleans [B, K] (or [K]), True at keys to leave out, as torch has it.
+            key_padding_mask: booleans [B, K] (or [K]), True at keys to leave out, as torch has it; or numbers
+                to add to the scores of a key.
             need_weights: return weights, too.
-            relation: in place of the layer's own.
+            attn_mask: booleans [Q, K] or [B * H, Q, K], True at pairs to leave out, as torch has it; or
+                numbers to add to the scores. A relation must hold besides.
             average_attn_weights: the mean over heads instead of each head's weights.
+            is_causal: says that ``attn_mask`` is causal: ``Causal()`` is computed in its place.
+            relation: in place of the layer's own.
             q_start: position of the first query among the keys.
 
         Returns:
             out like ``query``, and the weights [B, Q, K] or [B, H, Q, K], or None.
 
         Raises:
-            TypeError: if ``key_padding_mask`` is not boolean.
+            TypeError: if a tensor is sparse or nested, or a mask has neither booleans nor numbers.
+            ValueError: if a mask's shape does not fit.
         """
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if isinstance(x, Tensor) and x.is_nested:
+                raise TypeError(
+                    f"{name}: wanted a dense tensor, got a nested one; "
+                    "torch's TransformerEncoder makes none with enable_nested_tensor=False"
+                )
+            check_dense(name, x)
         has_batch = query.dim() == 3
         if has_batch and not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        used = self.relation if relation is None else relation
+        limits = [self.relation if relation is None else relation]
+        terms: list[Term] = []
+        if is_causal:
+            limits.append(Causal())
+        elif attn_mask is not None:
+            if q_start != 0:
+                raise ValueError(
+                    f"q_start: wanted 0 with attn_mask, whose rows are the queries, got {q_start}"
+                )
+            self._add_mask(attn_mask, query, key, limits, terms)
         if key_padding_mask is not None:
-            if key_padding_mask.dtype != torch.bool:
-                raise TypeError(f"key_padding_mask: wanted booleans, got {key_padding_mask.dtype}")
-            padding = Padding.from_mask(~key_padding_mask.view(-1, key.shape[-2]))
-            used = padding if used is None else used & padding
+            shape = (query.shape[0], key.shape[-2]) if has_batch else (key.shape[-2],)
+            mask = _check_mask("key_padding_mask", key_padding_mask, [shape]).reshape(-1, shape[-1])
+            if mask.dtype == torch.bool:
+                limits.append(Padding.from_mask(~mask))
+            else:
+                terms.append(KeyBias(mask))
+        used = reduce(lambda a, b: b if a is None else a if b is None else a & b, limits)
         q, k, v = (split_heads(x, self.num_heads) for x in self._project(query, key, value))
         dropout_p = self.dropout if self.training else 0.0
-        out = attention(q, k, v, used, dropout_p=dropout_p, q_start=q_start)
+        out = attention(q, k, v, used, terms=terms, dropout_p=dropout_p, q_start=q_start)
         out = self.out_proj(join_heads(out))
         if has_batch and not self.batch_first:
             out = out.transpose(0, 1)
         if not need_weights:
             return out, None
-        weights = attention_weights(q, k, used, q_start=q_start)
+        weights = attention_weights(q, k, used, terms=terms, q_start=q_start)
         return out, weights.mean(-3) if average_attn_weights else weights
+
+    def _add_mask(
+        self, mask: Tensor, query: Tensor, key: Tensor, limits: list[Relation | None], terms: list[Term]
+    ) -> None:
+        """Add a mask, for queries [B, Q, embed_dim] or without B, to what limits pairs or to the terms."""
+        pairs = (query.shape[-2], key.shape[-2])
+        batch = query.shape[0] if query.dim() == 3 else 1
+        mask = _check_mask("attn_mask", mask, [pairs, (batch * self.num_heads, *pairs)])
+        mask = mask.view(batch, self.num_heads, *pairs) if mask.dim() == 3 else mask
+        if mask.dtype == torch.bool:
+            limits.append(Dense(~mask))
+        else:
+            terms.append(PairBias(mask))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of all heads, side by side."""
@@ -110,3 +159,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         biases: Sequence[Tensor | None] = (None, None, None) if bias is None else bias.chunk(3)
         q, k, v = map(functional.linear, (query, key, value), weights, biases)
         return q, k, v
+
+
+def _check_mask(name: str, mask: Any, shapes: list[tuple[int, ...]]) -> Tensor:
+    """Return a mask of booleans or numbers, of one of the shapes, or raise."""
+    if isinstance(mask, Relation):
+        raise TypeError(f"{name}: wanted a tensor, got {mask!r}; pass it as relation=")
+    check_dense(name, mask)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"{name}: wanted booleans or floating-point numbers, got {mask.dtype}")
+    if tuple(mask.shape) not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name}: wanted {wanted}, got {list(mask.shape)}")
+    checked: Tensor = mask
+    return checked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -99,6 +100,10 @@ class Wrapper(Relation):
             part.check(q_len, k_len, q_start, batch, heads)
 
     @property
+    def repeats(self) -> bool:  # type: ignore[override]
+        return any(part.repeats for part in self.inner())
+
+    @property
     def _device(self) -> torch.device | str:
         places = [part._device for part in self.inner()]
         return next((place for place in places if str(place) != "cpu"), "cpu")
@@ -146,19 +151,51 @@ class _Many(Wrapper):
 
 
 class And(_Many):
-    """Pairs that every part relates; written ``a & b``."""
+    """Pairs that every part relates; written ``a & b``.
+
+    Duplicate edges of a graph stay duplicate; a pair of two graphs counts as often as in the one that has
+    it more often.
+    """
 
     parts: tuple[Relation, ...]
     symbol = "&"
 
+    @property
+    def listed(self) -> bool:  # type: ignore[override]
+        return any(part.listed for part in self.parts)
+
+    @property
+    def least_keys(self) -> int:  # type: ignore[override]
+        return max(part.least_keys for part in self.parts)
+
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         return self._fold(torch.logical_and, q, k, b, h)
 
+    def multiplicity(
+        self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None
+    ) -> Tensor | None:
+        counts = [each for part in self.parts if (each := part.multiplicity(q, k, b, h)) is not None]
+        return reduce(torch.maximum, counts) * self.related(q, k, b, h) if counts else None
+
     def _bind(self, at: Place) -> Bound:
-        bound, *rest = (part._bind(at) for part in self.parts)
+        # A graph first: its edges keep their numbers where another part lists the same pairs.
+        parts = sorted(self.parts, key=lambda part: not part.listed)
+        bound, *rest = (part._bind(at) for part in parts)
         for each in rest:
             bound = intersect(bound, each)
         return bound
+
+    # Moved and relabelled part by part where a graph is among them, which stays a list of edges then.
+
+    def shift(self, distance: int) -> Relation:
+        if not self.repeats:
+            return super().shift(distance)
+        return conjunction(*(part.shift(distance) for part in self.parts))
+
+    def permute(self, order: Tensor | Sequence[int]) -> Relation:
+        if not self.repeats:
+            return super().permute(order)
+        return conjunction(*(part.permute(order) for part in self.parts))
 
 
 class Or(_Many):
@@ -166,6 +203,8 @@ class Or(_Many):
 
     parts: tuple[Relation, ...]
     symbol = "|"
+
+    repeats = False  # a set
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         return self._fold(torch.logical_or, q, k, b, h)
@@ -185,6 +224,7 @@ class Not(_One):
     """Pairs that the relation does not relate; written ``~a``."""
 
     relation: Relation
+    repeats = False  # a set
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         return ~self.relation.related(q, k, b, h)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..layouts.bound import Bound, Place, intersect
 from ..layouts.intervals import Intervals, Ints, pointer
+from ..tensors import check_dense
 from .algebra import common_size
 from .patterns import RANGES_PER_ROW, as_lengths, key_ranges, per_batch
 from .relation import Relation, as_indices
@@ -327,6 +328,7 @@ class Padding(Relation):
     def from_mask(cls, mask: Tensor) -> Padding:
         """From booleans [B, K], True at real keys, which may stand anywhere (left padding too)."""
         mask = torch.as_tensor(mask)
+        check_dense("mask", mask)
         if mask.dtype != torch.bool or mask.dim() != 2:
             raise ValueError(f"mask: wanted booleans [batch, keys], got {mask.dtype} {list(mask.shape)}")
         return cls((), mask=mask.detach().clone())

@@ -13,15 +13,15 @@ from ..layouts.bound import Place
 from ..layouts.device import Pairs
 from .algebra import Permuted
 from .graph_inputs import read_adjacency, read_edges
-from .pairs import Listed, square, worst
+from .pairs import Listed, refuse_export, square, worst
 from .relation import Relation, as_count, as_indices
 
 
 class Graph(Listed):
     """The edges of a graph, as PyG has them: a target attends to its sources.
 
-    Duplicate edges count twice in attention; ``& | ~`` see the graph as a set, unless they change nothing
-    (``graph & Full()`` is the graph). Self-loops are never added, but by :meth:`add_self_loops`.
+    Duplicate edges count twice in attention, in ``graph & other`` too; ``|`` and ``~`` make a set of pairs,
+    unless they change nothing. Self-loops are never added, but by :meth:`add_self_loops`.
 
     Args:
         edge_index: [2, E], sources (keys) in row 0, targets (queries) in row 1; or PyG's ``EdgeIndex``,
@@ -43,6 +43,7 @@ class Graph(Listed):
 
     def __post_init__(self) -> None:
         given, known = read_edges(self.edge_index)
+        refuse_export("edge_index", given)
         edge_index = as_indices("edge_index", given, (2,))
         if edge_index.shape[0] != 2:
             raise ValueError(f"edge_index: wanted shape [2, E], got {list(edge_index.shape)}")

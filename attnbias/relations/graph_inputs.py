@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..tensors import check_dense
+
 Size = tuple[int, int]
 
 
@@ -24,6 +26,8 @@ def read_edges(given: Any) -> tuple[Any, Size | None]:
         raise TypeError(
             "edge_index: a HeteroData has several kinds of edges; wanted one, as data['a', 'to', 'b']"
         )
+    if isinstance(given, Tensor) and given.is_nested:
+        check_dense("edge_index", given)
     if hasattr(given, "tocoo") or (isinstance(given, Tensor) and given.layout != torch.strided):
         raise TypeError(
             "edge_index: wanted [2, E], got a sparse matrix; Graph.from_adjacency takes it, row = query"
@@ -66,6 +70,8 @@ def read_adjacency(matrix: Any) -> tuple[Tensor, Tensor, Size]:
         tensor = torch.as_tensor(matrix).detach()
     except (RuntimeError, TypeError, ValueError):
         raise TypeError(f"adjacency: wanted a matrix [queries, keys], got {type(matrix).__name__}") from None
+    if tensor.is_nested:
+        check_dense("adjacency", tensor)
     shape = _two_sizes(tensor.shape)
     if tensor.layout == torch.strided:
         row, column = tensor.nonzero().T

@@ -23,9 +23,9 @@ class Neighborhood(Relation):
         shape: size of each axis, one to three of them.
         radius: reach along each axis (or one for all): 2 * radius + 1 tokens.
         dilation: step between them.
-        causal: along a causal axis only the tokens up to the query's own.
+        causal: along a causal axis only the tokens up to the query's own: radius + 1 of them.
         border: "cut" drops what lies outside the grid; "clamp" moves the window inside, so that every
-            query has as many keys (NATTEN's rule; causal axes are always cut).
+            query has as many keys (NATTEN's rule, see :meth:`from_kernel`; causal axes are always cut).
 
     Example:
         >>> import attnbias as ab
@@ -65,6 +65,45 @@ class Neighborhood(Relation):
                     f"of the axis, got {(2 * r + 1) * d}"
                 )
         super().__post_init__()
+
+    @classmethod
+    def from_kernel(
+        cls,
+        shape: Sequence[int],
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        dilation: int | Sequence[int] = 1,
+        is_causal: bool | Sequence[bool] = False,
+    ) -> Neighborhood:
+        """The neighbourhood of NATTEN's arguments.
+
+        Args:
+            shape: size of each axis.
+            kernel_size: tokens of the window along each axis, the query's own included; odd along axes that
+                are not causal.
+            stride: must be 1.
+            dilation: step between them.
+            is_causal: along a causal axis the window ends at the query.
+
+        Raises:
+            ValueError: for an even window around its query, and for windows that queries share (stride).
+
+        Example:
+            >>> import attnbias as ab
+            >>> ab.Neighborhood.from_kernel((8, 9), kernel_size=(4, 3), is_causal=(True, False))
+            Neighborhood(shape=[8, 9], radius=[3, 1], dilation=[1, 1], causal=[True, False], border='clamp')
+        """
+        axes = len(shape) if isinstance(shape, Sequence) else 1
+        if any(step != 1 for step in _per_axis("stride", stride, axes)):
+            raise ValueError(f"stride: wanted 1, windows that queries share are not offered, got {stride!r}")
+        sizes = [as_count("kernel_size", n, 1) for n in _per_axis("kernel_size", kernel_size, axes)]
+        causal = _per_axis("is_causal", is_causal, axes)
+        if any(n % 2 == 0 and not c for n, c in zip(sizes, causal, strict=True)):
+            raise ValueError(
+                f"kernel_size: wanted odd numbers along axes that are not causal, got {kernel_size!r}"
+            )
+        radius = [n - 1 if c else n // 2 for n, c in zip(sizes, causal, strict=True)]
+        return cls(shape, radius, dilation, causal, "clamp")
 
     def _axes(self) -> list[tuple[int, int, int, bool]]:
         each: Any = (self.shape, self.radius, self.dilation, self.causal)

@@ -44,6 +44,11 @@ def find_edges(relation: Relation, what: str) -> Graph | Neighbors:
             f"{what}: wanted a Graph or Neighbors, alone or & other, whose edges have numbers, "
             f"got {type(relation).__name__}"
         )
+    if any(part is not listed[0] and part.repeats for part in parts):
+        raise ValueError(
+            f"{what}: wanted one Graph or Neighbors & relations that count a pair once, got another list in "
+            f"{type(relation).__name__}"
+        )
     return listed[0]
 
 
@@ -54,26 +59,13 @@ def count_edges(relation: Relation, what: str) -> int:
 
 
 def list_edges(relation: Relation, what: str) -> Listing:
-    """The edges whose pairs may be related; behind ``& other``, which sees a set, the first of each pair."""
+    """The edges whose pairs may be related: all of the graph or the neighbours."""
     found = find_edges(relation, what)
     if isinstance(found, Graph):
         k, q = found.edge_index
-        listing = Listing(torch.arange(len(q), device=q.device), None, None, q, k)
-    else:
-        table = found.index[(None,) * (4 - found.index.dim())]
-        b, h, q, n = torch.nonzero(table >= 0, as_tuple=True)
-        number = ((b * table.shape[1] + h) * table.shape[2] + q) * table.shape[3] + n
-        own = (b if table.shape[0] > 1 else None, h if table.shape[1] > 1 else None)
-        listing = Listing(number, *own, q, table[b, h, q, n])
-    return listing if found is relation else _first_of_pairs(listing)
-
-
-def _first_of_pairs(listing: Listing) -> Listing:
-    code = torch.zeros_like(listing.number)
-    for index in listing[1:]:
-        if index is not None and len(index):
-            code = code * (index.max() + 1) + index
-    order = torch.sort(code, stable=True)
-    is_first = torch.ones_like(order.indices, dtype=torch.bool)
-    is_first[1:] = order.values.diff() != 0
-    return listing.keep(order.indices[is_first].sort().values, code.device)
+        return Listing(torch.arange(len(q), device=q.device), None, None, q, k)
+    table = found.index[(None,) * (4 - found.index.dim())]
+    b, h, q, n = torch.nonzero(table >= 0, as_tuple=True)
+    number = ((b * table.shape[1] + h) * table.shape[2] + q) * table.shape[3] + n
+    own = (b if table.shape[0] > 1 else None, h if table.shape[1] > 1 else None)
+    return Listing(number, *own, q, table[b, h, q, n])

@@ -12,7 +12,7 @@ from ..layouts.bound import Place
 from ..layouts.device import Pairs
 from .graph import Graph
 from .orders import as_points
-from .pairs import Listed, worst
+from .pairs import Listed, refuse_export, worst
 from .relation import as_count, as_indices
 
 
@@ -32,6 +32,7 @@ class Neighbors(Listed):
     index: Tensor
 
     def __post_init__(self) -> None:
+        refuse_export("index", self.index)
         index = as_indices("index", self.index, (2, 3, 4))
         object.__setattr__(self, "index", index)
         if index.device.type == "cpu" and index.numel() and int(index.min()) < -1:

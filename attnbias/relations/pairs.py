@@ -18,7 +18,7 @@ from .relation import Relation
 class Listed(Relation):
     """Pairs held one by one: looked up in the sorted list of their codes."""
 
-    listed = True
+    listed = repeats = True
 
     def _code_parts(self) -> tuple[Tensor, int]:
         """Codes ``(row * keys + key)`` of all pairs, unsorted, and the number of keys."""
@@ -129,6 +129,15 @@ def square(name: str, queries: int, keys: int) -> int:
     if queries != keys:
         raise ValueError(f"{name}: wanted as many sources as targets, got {keys} and {queries}")
     return queries
+
+
+def refuse_export(name: str, given: Any) -> None:
+    """Raise for a tensor under ``torch.export``: no layout can be made of numbers that are not known."""
+    if torch.compiler.is_compiling() and torch.compiler.is_exporting() and isinstance(given, Tensor):
+        raise ValueError(
+            f"{name}: torch.export cannot read the numbers of a tensor; "
+            "make the Graph or Neighbors first, and call it once before you export"
+        )
 
 
 def worst(index: Tensor, low: int, count: int) -> int | None:

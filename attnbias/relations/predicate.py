@@ -14,6 +14,7 @@ from ..layouts.bound import Bound, Place
 from ..layouts.edges import Edges
 from ..layouts.intervals import Intervals, Ints, pointer
 from ..layouts.predicate import Predicate
+from ..tensors import check_dense
 from .patterns import RANGES_PER_ROW
 from .pointwise import is_elementwise, map_pairs, reads_index
 from .relation import Relation
@@ -112,6 +113,7 @@ class Dense(Relation):
 
     def __post_init__(self) -> None:
         mask = torch.as_tensor(self.mask)
+        check_dense("mask", mask)
         if mask.dtype != torch.bool:
             raise TypeError(f"mask: wanted booleans, True = may attend, got {mask.dtype}")
         if mask.dim() not in (2, 3, 4):

@@ -14,6 +14,7 @@ from typing_extensions import dataclass_transform
 
 from ..layouts.bound import Bound, Place
 from ..layouts.predicate import Predicate
+from ..tensors import check_dense
 from .recipe import Recipe, register, write
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Relation:
         object.__setattr__(self, "recipe", write(self, self._registered, fields))
 
     listed = False  # whether its pairs are held one by one, so that there are none beyond them
+    repeats = False  # whether a pair may count more than once
     least_keys = 0  # keys that a list names without saying how many there are
 
     # -- the definition ---------------------------------------------------------------------------
@@ -477,8 +479,7 @@ def _as_tensor(name: str, value: Any) -> Tensor:
     except (RuntimeError, TypeError, ValueError):
         wanted = "integers in a tensor, an array or lists of equal length"
         raise TypeError(f"{name}: wanted {wanted}, got {type(value).__name__}") from None
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name}: wanted a dense tensor, got {tensor.layout}")
+    check_dense(name, tensor)
     return tensor
 
 
