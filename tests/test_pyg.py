@@ -171,8 +171,9 @@ def test_a_sparse_tensor_is_read_and_its_vectors_are_edge_features(layer):
     torch.testing.assert_close(plain(x, ones), plain(x, index))
 
 
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("layer", OPTIONS)
-def test_a_layer_is_exported_with_a_graph(layer):
+def test_a_layer_is_exported_with_a_graph_or_a_tensor(layer, strict):
     """Exporting with a tensor ended in a page of guards on numbers that were not known."""
     index, nodes, _ = GRAPHS["random"]
     net, graph = make(layer).eval(), ab.Graph(index, num_nodes=nodes)
@@ -187,20 +188,27 @@ def test_a_layer_is_exported_with_a_graph(layer):
 
     x = torch.randn(nodes, IN)
     want = net(x, graph)
-    assert torch.equal(torch.export.export(OnGraph(), (x,)).module()(x), want)
-    with pytest.raises(
-        ValueError, match=r"^edge_index: torch.export cannot read the numbers of a tensor; make"
+    assert torch.equal(torch.export.export(OnGraph(), (x,), strict=strict).module()(x), want)
+    program = torch.export.export(net, (x, index.clone()), strict=strict).module()
+    for edges in (index, torch.randint(nodes, index.shape)):
+        torch.testing.assert_close(program(x, edges), net(x, edges))
+
+
+def test_graphs_and_neighbours_are_made_inside_a_compiled_function():
+    """Their numbers are checked when it runs."""
+    x = torch.randn(1, 2, 9, 4)
+    for make_relation, index in (
+        (lambda index: ab.Graph(index, num_nodes=9), torch.randint(9, (2, 30))),
+        (ab.Neighbors, torch.randint(9, (9, 3))),
     ):
-        torch.export.export(net, (x, index.clone()))
 
+        def call(x, index, make_relation=make_relation):
+            return ab.attention(x, x, x, make_relation(index))
 
-def test_neighbours_are_not_made_in_an_export():
-    class Nearest(torch.nn.Module):
-        def forward(self, x, index):
-            return ab.attention(x, x, x, ab.Neighbors(index))
-
-    with pytest.raises(ValueError, match=r"^index: torch.export cannot read the numbers of a tensor; make"):
-        torch.export.export(Nearest(), (torch.randn(1, 1, 5, 4), torch.zeros(5, 2, dtype=torch.int64)))
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x, index), call(x, index))
+        with pytest.raises(ValueError, match=r"(got|is) 1[0-9]"):
+            compiled(x, index + 8)
 
 
 def bad_calls():

@@ -13,7 +13,7 @@ from ..layouts.bound import Place
 from ..layouts.device import Pairs
 from .algebra import Permuted
 from .graph_inputs import read_adjacency, read_edges
-from .pairs import Listed, refuse_export, square, worst
+from .pairs import Listed, square, worst
 from .relation import Relation, as_count, as_indices
 
 
@@ -43,7 +43,6 @@ class Graph(Listed):
 
     def __post_init__(self) -> None:
         given, known = read_edges(self.edge_index)
-        refuse_export("edge_index", given)
         edge_index = as_indices("edge_index", given, (2,))
         if edge_index.shape[0] != 2:
             raise ValueError(f"edge_index: wanted shape [2, E], got {list(edge_index.shape)}")
@@ -59,8 +58,8 @@ class Graph(Listed):
             if not isinstance(self.size, Sequence) or len(self.size) != 2:
                 raise ValueError(f"size: wanted (num_src, num_dst), got {self.size!r}")
             object.__setattr__(self, "size", tuple(as_count("size", n) for n in self.size))
-        if edge_index.device.type == "cpu":
-            self._check_range()
+        if edge_index.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._check_range()  # again in a layout: here it would wait for a GPU, or fail while it is traced
         super().__post_init__()
 
     # -- other ways in ----------------------------------------------------------------------------
@@ -199,8 +198,7 @@ class Graph(Listed):
         return q, (q >= 0) & (q < self._sizes[1])
 
     def _list(self, at: Place) -> Pairs:
-        if self.edge_index.device.type != "cpu":  # not looked at before, which would have waited for it
-            self._check_range()
+        self._check_range()
         source, target = self.edge_index
         number = None
         if (at.q_start, at.q_len) != (0, self._sizes[1]):

@@ -12,7 +12,7 @@ from ..layouts.bound import Place
 from ..layouts.device import Pairs
 from .graph import Graph
 from .orders import as_points
-from .pairs import Listed, refuse_export, worst
+from .pairs import Listed, worst
 from .relation import as_count, as_indices
 
 
@@ -32,10 +32,10 @@ class Neighbors(Listed):
     index: Tensor
 
     def __post_init__(self) -> None:
-        refuse_export("index", self.index)
         index = as_indices("index", self.index, (2, 3, 4))
         object.__setattr__(self, "index", index)
-        if index.device.type == "cpu" and index.numel() and int(index.min()) < -1:
+        is_known = index.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_known and index.numel() and int(index.min()) < -1:
             raise ValueError(f"index: wanted -1 (none) or more, got {int(index.min())}")
         super().__post_init__()
 

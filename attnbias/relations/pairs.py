@@ -131,15 +131,6 @@ def square(name: str, queries: int, keys: int) -> int:
     return queries
 
 
-def refuse_export(name: str, given: Any) -> None:
-    """Raise for a tensor under ``torch.export``: no layout can be made of numbers that are not known."""
-    if torch.compiler.is_compiling() and torch.compiler.is_exporting() and isinstance(given, Tensor):
-        raise ValueError(
-            f"{name}: torch.export cannot read the numbers of a tensor; "
-            "make the Graph or Neighbors first, and call it once before you export"
-        )
-
-
 def worst(index: Tensor, low: int, count: int) -> int | None:
     """A number of ``index`` outside ``low .. count - 1``, or None."""
     if not index.numel():
