@@ -334,6 +334,11 @@ ERRORS = [
         ValueError,
         r"index: wanted 2 or 3 or 4 dimensions, got shape \[1\]",
     ),
+    (
+        lambda: ab.knn_graph([[0.0], [1.0]], 1, loop="no"),
+        TypeError,
+        "loop: wanted True or False, got 'no'",
+    ),
     (lambda: ab.Where(3), TypeError, r"fn: wanted a function of \(q, k\) or \(b, h, q, k\), got 3"),
     (
         lambda: ab.Where(lambda q: q),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..arguments import as_flag
 from ..ops import attention
 from ..relations import Padding, Relation
 from ..weights import attention_weights
@@ -96,10 +97,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         out = self.out_proj(join_heads(out))
         if has_batch and not self.batch_first:
             out = out.transpose(0, 1)
-        if not need_weights:
+        if not as_flag("need_weights", need_weights):
             return out, None
         weights = attention_weights(q, k, used, q_start=q_start)
-        return out, weights.mean(-3) if average_attn_weights else weights
+        averaged = as_flag("average_attn_weights", average_attn_weights)
+        return out, weights.mean(-3) if averaged else weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of all heads, side by side."""
