@@ -231,7 +231,8 @@ ERRORS = [
     (lambda: ab.Chunks(-2), ValueError, "size: wanted at least 1, got -2"),
     (lambda: ab.Prefix(-1), ValueError, "length: wanted at least 0, got -1"),
     (lambda: ab.Prefix([]), ValueError, "length: wanted at least one length, got none"),
-    (lambda: ab.Prefix([-1]).count(1, 1), ValueError, "lengths: wanted 0 or more, got -1"),
+    (lambda: ab.Prefix([2, -1]), ValueError, "^length: wanted 0 or more, got -1"),
+    (lambda: ab.Padding(torch.tensor([-3])), ValueError, "^lengths: wanted 0 or more, got -3"),
     (lambda: ab.Padding(3), TypeError, "lengths: wanted one per batch, got 3"),
     (lambda: ab.Padding([1.0]), TypeError, "lengths: wanted integers, got torch.float32"),
     (
@@ -440,6 +441,16 @@ ERRORS = [
 def test_bad_input_is_a_sentence(make, error, words):
     with pytest.raises(error, match=words):
         make()
+
+
+@pytest.mark.parametrize("make", [ab.Prefix, ab.Padding])
+def test_lengths_on_a_device_are_read_when_they_are_laid_out(make):
+    """Only the host's lengths are checked at construction: others would make it wait for their device."""
+    assert make(torch.tensor([-1], device="meta")).batch_size == 1
+    relation = make([2])
+    (relation.length if make is ab.Prefix else relation.lengths_).fill_(-1)
+    with pytest.raises(ValueError, match=r"^lengths: wanted 0 or more, got -1"):
+        relation.count(1, 1)
 
 
 def test_a_new_relation_needs_only_its_definition():
