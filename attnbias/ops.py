@@ -214,7 +214,7 @@ def _call_traced(problem: Problem, name: str | None) -> tuple[Tensor, Tensor]:
         wanted = f"\n{problem.form}\n{problem.relation.key}"
         layout = Layout(
             torch.empty(0, dtype=torch.int32, device=problem.query.device),
-            torch.empty(0, dtype=torch.int64),
+            torch.empty(0, dtype=torch.int64, device="cpu"),
         )
     return _call(_forward_op, problem, layout, wanted, "?" if name is None else f"?{name}")
 

@@ -63,7 +63,8 @@ def read_adjacency(matrix: Any) -> tuple[Tensor, Tensor, Size]:
         row, column = (torch.from_numpy(np.asarray(x, np.int64)) for x in (entries.row, entries.col))
         return row, column, shape
     try:
-        tensor = torch.as_tensor(matrix).detach()
+        tensor = matrix if isinstance(matrix, Tensor) else torch.as_tensor(matrix, device="cpu")
+        tensor = tensor.detach()
     except (RuntimeError, TypeError, ValueError):
         raise TypeError(f"adjacency: wanted a matrix [queries, keys], got {type(matrix).__name__}") from None
     shape = _two_sizes(tensor.shape)

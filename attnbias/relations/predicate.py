@@ -96,7 +96,7 @@ class Dense(Relation):
     mask: Tensor
 
     def __post_init__(self) -> None:
-        mask = torch.as_tensor(self.mask)
+        mask = self.mask if isinstance(self.mask, Tensor) else torch.as_tensor(self.mask, device="cpu")
         if mask.dtype != torch.bool:
             raise TypeError(f"mask: wanted booleans, True = may attend, got {mask.dtype}")
         if mask.dim() not in (2, 3, 4):

@@ -206,11 +206,11 @@ class Relation:
         """The relation as booleans, [q_len, k_len], or [batch, heads, q_len, k_len] if it differs there."""
         start = resolve_start(q_start, q_len, k_len)
         self.check(q_len, k_len, start, batch, heads)
-        b = torch.arange(self.batch_size or batch or 1).view(-1, 1, 1, 1)
-        h = torch.arange(self.head_count or heads or 1).view(-1, 1, 1)
-        q, k = torch.arange(start, start + q_len).view(-1, 1), torch.arange(k_len)
         device = self._device
-        grid = self.related(q.to(device), k.to(device), b.to(device), h.to(device)).cpu()
+        b = torch.arange(self.batch_size or batch or 1, device=device).view(-1, 1, 1, 1)
+        h = torch.arange(self.head_count or heads or 1, device=device).view(-1, 1, 1)
+        q = torch.arange(start, start + q_len, device=device).view(-1, 1)
+        grid = self.related(q, torch.arange(k_len, device=device), b, h).cpu()
         grid = grid.expand(len(b), len(h), q_len, k_len).contiguous()
         return grid[0, 0] if len(b) == len(h) == 1 else grid
 
@@ -472,8 +472,9 @@ def _as_tensor(name: str, value: Any) -> Tensor:
     try:
         if several:  # such as sources and targets
             return torch.stack(list(value))
-        # Copied, for torch takes no negative strides.
-        tensor = torch.as_tensor(np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value)
+        # Copied, for torch takes no negative strides; on the host, whatever torch's default device is.
+        array = np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(array, device="cpu")
     except (RuntimeError, TypeError, ValueError):
         wanted = "integers in a tensor, an array or lists of equal length"
         raise TypeError(f"{name}: wanted {wanted}, got {type(value).__name__}") from None
