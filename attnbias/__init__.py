@@ -1,6 +1,7 @@
 """Attention that computes only the relations you assume."""
 
 from . import testing
+from .buckets import linear_buckets, t5_buckets
 from .dispatch import use_backend
 from .explanation import explain, verify
 from .layouts import Layout, layout_cache
@@ -32,7 +33,7 @@ from .relations import (
     knn_graph,
 )
 from .scores import AdditiveScore
-from .terms import ALiBi, EdgeBias, GridBias, KeyBias, PairBias, RelativeBias, linear_buckets, t5_buckets
+from .terms import ALiBi, EdgeBias, GridBias, KeyBias, PairBias, RelativeBias
 from .weights import attention_weights, edge_weights
 
 __version__ = "0.1.0"

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from . import dispatch, relations, soak, testing
+from .buckets import t5_buckets
 from .layouts.layout import Form
 from .ops import attention
 from .problem import Problem
 from .relations import Relation
-from .terms import ALiBi, KeyBias, RelativeBias, t5_buckets
+from .terms import ALiBi, KeyBias, RelativeBias
 
 FORWARD, BACKWARD = "forward", "backward"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -171,7 +171,7 @@ def _draw_weights(problem: Problem) -> list[Tensor]:
     """Random gradients of out and lse, the same in every call, past the user's generator."""
     query, generator = problem.query, torch.Generator().manual_seed(0)
     shapes = (*query.shape[:3], problem.value.shape[3]), query.shape[:3]
-    return [torch.randn(shape, generator=generator).to(query) for shape in shapes]
+    return [torch.randn(shape, generator=generator, device="cpu").to(query) for shape in shapes]
 
 
 def _detached(problem: Problem, dtype: torch.dtype | None = None) -> Problem:

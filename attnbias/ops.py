@@ -98,9 +98,9 @@ def attention(
         lse = logsumexp([scores, sink], dim=-1)                        # [B, H, Q]
         out = dropout(exp(scores - lse)) @ value                       # [B, H, Q, E]
 
-    except that a query without a key gets out 0, lse -inf and gradients 0, never NaN. It runs
-    in eager, ``torch.compile``, ``torch.export`` and autocast, and can be differentiated once (with
-    ``backend="reference"`` as often as you like).
+    except that a query without a key gets out 0, lse -inf (with a sink the sink's logit, as the formula
+    says) and gradients 0 but the sink's, never NaN. It runs in eager, ``torch.compile``, ``torch.export``
+    and autocast, and can be differentiated once (with ``backend="reference"`` as often as you like).
 
     Args:
         query: [B, H, Q, D] or [H, Q, D]; float32, float16, bfloat16 or float64, any strides.

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
+from .arguments import as_flag, check_dense
 from .layouts.layout import Layout
 from .multilevel import MultiLevel
 from .relations import Full
 from .relations.listing import count_edges
 from .relations.relation import Relation
 from .scores import AdditiveScore, Score, read_score
-from .tensors import check_dense
 from .terms import EdgeBias, KernelTerm, Sizes
 
 if TYPE_CHECKING:
@@ -121,6 +121,8 @@ class Problem:
         self.squeeze = _check_tensors(query, key, value)
         if self.squeeze:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        if enable_gqa is not None:
+            enable_gqa = as_flag("enable_gqa", enable_gqa)
         _check_shapes(query, key, value, enable_gqa)
         self.query, self.key, self.value = query, key, value
         self.score = _check_score(score)
@@ -137,7 +139,7 @@ class Problem:
                     term.check(sizes)
             if score is not None:
                 score.check(sizes, query.shape[3])
-        self.return_lse = return_lse
+        self.return_lse = as_flag("return_lse", return_lse)
         self.seed = None
         self.relation = self.layout = None
         if relation is None:

@@ -13,22 +13,13 @@ import torch
 from torch import Tensor
 
 from . import testing
+from .buckets import linear_buckets, t5_buckets
 from .layouts.layout import Form
 from .ops import attention
 from .relations import Causal, Graph, Neighbors, Relation, Window
 from .relations.listing import count_edges, list_edges
 from .scores import AdditiveScore
-from .terms import (
-    ALiBi,
-    EdgeBias,
-    GridBias,
-    KernelTerm,
-    KeyBias,
-    PairBias,
-    RelativeBias,
-    linear_buckets,
-    t5_buckets,
-)
+from .terms import ALiBi, EdgeBias, GridBias, KernelTerm, KeyBias, PairBias, RelativeBias
 
 RESULTS = ("out", "lse", "query", "key", "value", "sink")
 

@@ -17,14 +17,15 @@ edge        [E, H or 1]              ``edge[n]``, n the caller's number of the e
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from .buckets import Buckets, find_buckets
 
 PARTS = ("relative", "key", "pair", "grid", "edge")
 
@@ -162,68 +163,14 @@ class ALiBi(KernelTerm):
         return -slopes * _distances(sizes).abs()
 
 
-@dataclass(frozen=True)
-class linear_buckets:
-    """A bucket for each distance up to ``most`` either way, further ones in the last: 2 most + 1.
-
-    Example:
-        >>> import torch
-        >>> linear_buckets(2)(torch.arange(-3, 4), 5)
-        tensor([0, 0, 1, 2, 3, 4, 4])
-    """
-
-    most: int
-
-    def __call__(self, distance: Tensor, count: int) -> Tensor:
-        """The bucket of each distance."""
-        return distance.clamp(-self.most, self.most) + self.most
-
-
-@dataclass(frozen=True)
-class t5_buckets:
-    """T5's buckets: small distances one by one, larger ones on a logarithmic scale.
-
-    Args:
-        bidirectional: half of the buckets for keys behind the query, half for keys before it; else all keys
-            from the query on share the first.
-        max_distance: from here on all distances are in the last bucket.
-
-    Example:
-        >>> import torch
-        >>> t5_buckets(bidirectional=False, max_distance=16)(-torch.tensor([0, 1, 3, 4, 8, 99]), 8)
-        tensor([0, 1, 3, 4, 6, 7])
-    """
-
-    bidirectional: bool = True
-    max_distance: int = 128
-
-    def __call__(self, distance: Tensor, count: int) -> Tensor:
-        """The bucket of each distance, of ``count``."""
-        first = torch.zeros_like(distance)
-        if self.bidirectional:
-            count //= 2
-            first = (distance > 0).long() * count
-            behind = distance.abs()
-        else:
-            behind = (-distance).clamp(min=0)
-        exact = count // 2
-        # In float32 and in this order, as the models were trained.
-        share = torch.log(behind.float() / exact) / math.log(self.max_distance / exact)
-        far = exact + (share * (count - exact)).nan_to_num(neginf=0).long()
-        return first + torch.where(behind < exact, behind, far.clamp(max=count - 1))
-
-
-Buckets = Callable[[Tensor, int], Tensor]
-
-
 @dataclass(frozen=True, eq=False)
 class RelativeBias(KernelTerm):
     """A learned number for each head and bucket of distances: ``table[h, bucket(k - q)]``.
 
     Args:
         table: [H, n].
-        buckets: from distances (int64) and n to buckets from 0 to n - 1: ``linear_buckets(most)``,
-            ``t5_buckets(bidirectional, max_distance)``, or any function.
+        buckets: from distances (int64) and n to buckets from 0 to n - 1, integers of the same shape:
+            ``linear_buckets(most)``, ``t5_buckets(bidirectional, max_distance)``, or any function.
     """
 
     table: Tensor
@@ -232,7 +179,7 @@ class RelativeBias(KernelTerm):
 
     def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """See :class:`Term`."""
-        return _take(self.table, h, self.buckets(k - q, self.table.shape[1]))
+        return _take(self.table, h, find_buckets(self.buckets, k - q, self.table.shape[1]))
 
     def check(self, sizes: Sizes) -> None:
         """See :class:`KernelTerm`."""
@@ -248,7 +195,7 @@ class RelativeBias(KernelTerm):
         """The bucket of each distance."""
         count = self.table.shape[1]
         if torch.compiler.is_compiling():  # lengths may be symbols
-            return self.buckets(_distances(sizes), count)
+            return find_buckets(self.buckets, _distances(sizes), count)
         lengths = (sizes.q_len, sizes.k_len, sizes.q_start)
         return _bucket_of_distance(self.buckets, count, *lengths).to(sizes.device, non_blocking=True)
 
@@ -448,7 +395,7 @@ def _bucket_of_distance(buckets: Buckets, count: int, q_len: int, k_len: int, q_
         ValueError: if a bucket is not in the table.
     """
     distances = _distances(Sizes(1, 1, q_len, k_len, q_start, torch.device("cpu"), torch.float32))
-    index = buckets(distances, count)
+    index = find_buckets(buckets, distances, count)
     if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < count):
         worst = int(index.min()) if int(index.min()) < 0 else int(index.max())
         at = int(distances[index == worst][0])

@@ -379,7 +379,7 @@ def _random_documents(rng: random.Random, q_len: int, k_len: int, batch: int) ->
     def some(length: int) -> Tensor:
         shape = (batch, length) if batch > 1 and rng.random() < 0.5 else (length,)
         rows = [ids(length) for _ in range(shape[0] if len(shape) == 2 else 1)]
-        return torch.tensor(rows, dtype=torch.int64).view(shape)
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").view(shape)
 
     return ab_relations.Documents(some(q_len), None if q_len == k_len else some(k_len))
 
@@ -411,7 +411,8 @@ def _random_leaf(rng: random.Random, q_len: int, k_len: int, batch: int, heads: 
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
         count = torch.Size(shape).numel()
-        return torch.tensor([few(high, low) for _ in range(count)], dtype=torch.int64).view(shape)
+        numbers = [few(high, low) for _ in range(count)]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu").view(shape)
 
     def sizes() -> tuple[int, int]:
         return (batch if rng.random() < 0.3 else 1), (heads if rng.random() < 0.3 else 1)

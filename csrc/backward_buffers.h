@@ -50,6 +50,7 @@ struct BackwardBuffer {
   float *lse, *lse_rest;             // [tile], as Score::split gives them
   uint32_t *kept;                    // [tile, tile / 32]: bits of pairs that dropout keeps; NULL = all
   float *factors;                    // [width]: what levels multiply q by
+  float *ended;                      // [ROWS, LANES]: see add_parts
   TileBlocks blocks;                 // of levels
 
   // Lay out from `memory` on, which moves to the end.
@@ -72,6 +73,7 @@ struct BackwardBuffer {
     d_scores = cut<float>(memory, tile * row);
     slopes = cut<float>(memory, call.softcap != 0 ? tile * row : 0);
     d_bias = wants_terms(call) ? cut<float>(memory, tile * row) : nullptr;
+    ended = cut<float>(memory, ROWS * LANES);
     lse = cut<float>(memory, tile);
     lse_rest = cut<float>(memory, tile);
     kept = call.drop_below ? cut<uint32_t>(memory, tile * (tile / 32)) : nullptr;

@@ -124,12 +124,7 @@ AB_INLINE void multiply_tile(const FewRows &rows, int64_t width, Rows keys, bool
 template <int R, int N>
 AB_INLINE void add_columns_of(const float *weights, const float *keep, Rows values, bool is_first,
                               int64_t first, int64_t count, float *sums, int64_t sums_row) {
-  F all[R][N];
-  AB_UNROLL
-  for (int r = 0; r < R; r++) {
-    AB_UNROLL
-    for (int i = 0; i < N; i++) all[r][i] = splat(keep[r]) * load(sums + r * sums_row + i * VL);
-  }
+  F all[R][N] = {};
   for (int64_t j = first; j < count; j++) {
     if (is_first) prefetch_ahead(values, j, 0, N * VL);
     AB_UNROLL
@@ -142,7 +137,10 @@ AB_INLINE void add_columns_of(const float *weights, const float *keep, Rows valu
   AB_UNROLL
   for (int r = 0; r < R; r++) {
     AB_UNROLL
-    for (int i = 0; i < N; i++) store(sums + r * sums_row + i * VL, all[r][i]);
+    for (int i = 0; i < N; i++) {
+      float *sum = sums + r * sums_row + i * VL;
+      store(sum, splat(keep[r]) * load(sum) + all[r][i]);
+    }
   }
 }
 

@@ -2,6 +2,9 @@
 //
 // Every product of attention is sum_k a(r, k) * b(k, :), where a is read number by number, from rows or
 // from columns, and b by vectors. So only what b holds must be dense, and only it is ever packed.
+//
+// No sum is one long chain of roundings: dot products are summed in parts, sums over keys or queries tile
+// by tile, starting at 0 and adding what came before last. docs/numerics.md says what that gains.
 #ifndef ATTNBIAS_GEMM_H
 #define ATTNBIAS_GEMM_H
 
@@ -20,6 +23,7 @@ constexpr int ROWS = 8;  // 16 of 32 registers
 constexpr int ROWS = 4;  // 8 of 16 registers: without FMA a product takes one too
 #endif
 constexpr int LANES = 2 * VL;  // of a panel
+constexpr int64_t PART = 64;   // numbers of a dot product in one chain of roundings
 
 template <int MR, int NV>
 struct Sums {
@@ -36,11 +40,11 @@ AB_INLINE void clear(Sums<MR, NV> &sums) {
 }
 
 template <int MR, int NV>
-AB_INLINE void load(Sums<MR, NV> &sums, const float *from, int64_t step) {
+AB_INLINE void add(Sums<MR, NV> &sums, const float *from, int64_t step) {
   AB_UNROLL
   for (int r = 0; r < MR; r++) {
     AB_UNROLL
-    for (int c = 0; c < NV; c++) sums.at[r][c] = load(from + r * step + c * VL);
+    for (int c = 0; c < NV; c++) sums.at[r][c] += load(from + r * step + c * VL);
   }
 }
 
@@ -81,6 +85,39 @@ AB_INLINE void add_columns(Sums<MR, NV> &sums, int64_t depth, const float *a, in
                            const float *b, int64_t b_row) {
 #pragma GCC unroll 4
   for (int64_t k = 0; k < depth; k++) add_step(sums, a + k * a_column, 1, b + k * b_row);
+}
+
+// Finish dot products of `stop` numbers: `sums` holds their last part, `ended` [MR, NV vectors] the sum of
+// those before it.
+template <int MR, int NV>
+AB_INLINE void add_ended(Sums<MR, NV> &sums, const float *ended, int64_t stop) {
+  if (stop > PART) add(sums, ended, NV * VL);
+}
+
+// As add_rows for the numbers [first, stop). A part begins at a multiple of PART, so that no bit depends on
+// where one call stops and the next goes on.
+template <int MR, int NV>
+AB_INLINE void add_parts(Sums<MR, NV> &sums, float *ended, int64_t first, int64_t stop, const float *a,
+                         int64_t a_row, const float *b, int64_t b_row) {
+  while (first < stop) {
+    if (first && first % PART == 0) {
+      add_ended(sums, ended, first);
+      store(sums, ended, NV * VL);
+      clear(sums);
+    }
+    const int64_t end = min64(stop, (first / PART + 1) * PART);
+    add_rows(sums, end - first, a + first, a_row, b + first * b_row, b_row);
+    first = end;
+  }
+}
+
+// sums = a b, dot products of `depth` numbers.
+template <int MR, int NV>
+AB_INLINE void multiply_rows(Sums<MR, NV> &sums, float *ended, int64_t depth, const float *a, int64_t a_row,
+                             const float *b, int64_t b_row) {
+  clear(sums);
+  add_parts(sums, ended, 0, depth, a, a_row, b, b_row);
+  add_ended(sums, ended, depth);
 }
 
 // A count that the compiler knows.

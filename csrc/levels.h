@@ -139,18 +139,23 @@ AB_INLINE void multiply_all(Sums<MR, 2> &sums, float by) {
 // Products of MR rows with a panel, each over the dims of its pair's depth and times its share. Blocks of
 // the rows and of the panel's lanes are [levels, blocks.row].
 template <int MR>
-AB_INLINE void multiply_levels(Sums<MR, 2> &products, const Levels &levels, Depths depths, Rows rows,
-                               const float *panel, const TileBlocks &blocks, const int32_t *of_rows,
-                               const int32_t *of_lanes) {
+AB_INLINE void multiply_levels(Sums<MR, 2> &products, float *ended, const Levels &levels, Depths depths,
+                               Rows rows, const float *panel, const TileBlocks &blocks,
+                               const int32_t *of_rows, const int32_t *of_lanes) {
   clear(products);
-  add_rows(products, levels.prefix(depths.shallow), rows.at, rows.row, panel, LANES);
+  add_parts(products, ended, 0, levels.prefix(depths.shallow), rows.at, rows.row, panel, LANES);
   // Most strips are of one depth: they keep their sums in registers, which two sets would not find.
-  if (depths.shallow == depths.deep) return multiply_all(products, levels.share(depths.shallow));
+  if (depths.shallow == depths.deep) {
+    add_ended(products, ended, levels.prefix(depths.shallow));
+    return multiply_all(products, levels.share(depths.shallow));
+  }
   Sums<MR, 2> sums = products;
+  add_ended(products, ended, levels.prefix(depths.shallow));
   multiply_all(products, levels.share(depths.shallow));
   for (int l = depths.shallow; l < depths.deep; l++) {
-    const int64_t first = levels.prefix(l), rank = levels.prefix(l + 1) - first;
-    add_rows(sums, rank, rows.at + first, rows.row, panel + first * LANES, LANES);
+    add_parts(sums, ended, levels.prefix(l), levels.prefix(l + 1), rows.at, rows.row, panel, LANES);
+    Sums<MR, 2> whole = sums;
+    add_ended(whole, ended, levels.prefix(l + 1));
     const F deeper = splat(levels.share(l + 1));
     AB_UNROLL
     for (int r = 0; r < MR; r++) {
@@ -158,7 +163,7 @@ AB_INLINE void multiply_levels(Sums<MR, 2> &products, const Levels &levels, Dept
       AB_UNROLL
       for (int c = 0; c < 2; c++) {
         const I lanes = load_codes(of_lanes + l * blocks.row + c * VL);
-        products.at[r][c] = block == lanes ? sums.at[r][c] * deeper : products.at[r][c];
+        products.at[r][c] = block == lanes ? whole.at[r][c] * deeper : products.at[r][c];
       }
     }
   }

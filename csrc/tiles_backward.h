@@ -23,11 +23,10 @@ AB_INLINE void compute_probs(const ab_call &call, const Score &score, const Back
   const Rows queries = {meeting.queries.at + r * meeting.queries.row, meeting.queries.row};
   const float *keys_t = buffer.keys_t + panel * LANES * call.D;
   if constexpr (M::LEVELS) {
-    multiply_levels(sums, Levels(call), depths, queries, keys_t, buffer.blocks, buffer.blocks.queries + r,
-                    buffer.blocks.keys + panel * LANES);
+    multiply_levels(sums, buffer.ended, Levels(call), depths, queries, keys_t, buffer.blocks,
+                    buffer.blocks.queries + r, buffer.blocks.keys + panel * LANES);
   } else {
-    clear(sums);
-    add_rows(sums, call.D, queries.at, queries.row, keys_t, LANES);
+    multiply_rows(sums, buffer.ended, call.D, queries.at, queries.row, keys_t, LANES);
   }
   const int64_t first = panel * LANES, words = call.layout.tile / 32;
   AB_UNROLL
@@ -66,9 +65,8 @@ template <int MR, class M>
 AB_INLINE void compute_d_scores(const ab_call &call, const BackwardBuffer &buffer, const Meeting &meeting,
                                 Depths depths, int64_t r, int64_t panel) {
   Sums<MR, 2> sums;
-  clear(sums);
-  add_rows(sums, call.E, meeting.d_out.at + r * meeting.d_out.row, meeting.d_out.row,
-           buffer.values_t + panel * LANES * call.E, LANES);
+  multiply_rows(sums, buffer.ended, call.E, meeting.d_out.at + r * meeting.d_out.row, meeting.d_out.row,
+                buffer.values_t + panel * LANES * call.E, LANES);
   [[maybe_unused]] const int64_t first = panel * LANES, words = call.layout.tile / 32;
   const bool differs = M::LEVELS && call.per_pair && depths.shallow < depths.deep;
   const F scale =
@@ -164,20 +162,23 @@ AB_INLINE void add_to_keys(int64_t depth, const float *a, int64_t a_row, Rows b,
   int64_t c = 0;
   for (; c + 2 * VL <= columns; c += 2 * VL) {
     Sums<MR, 2> sums;
-    load(sums, to + c, to_row);
+    clear(sums);
     add_columns(sums, depth, a, a_row, b.at + c, b.row);
+    add(sums, to + c, to_row);
     store(sums, to + c, to_row);
   }
   for (; c + VL <= columns; c += VL) {
     Sums<MR, 1> sums;
-    load(sums, to + c, to_row);
+    clear(sums);
     add_columns(sums, depth, a, a_row, b.at + c, b.row);
+    add(sums, to + c, to_row);
     store(sums, to + c, to_row);
   }
   if (c == columns) return;
   Sums<MR, 1> sums;
-  load(sums, to + c, to_row);
+  clear(sums);
   add_columns(sums, depth, a, a_row, b.at + c, b.row);
+  add(sums, to + c, to_row);
   store_first(sums, to + c, to_row, columns - c);
 }
 
@@ -214,11 +215,9 @@ template <int MR, int NV>
 AB_INLINE void add_to_queries(int64_t depth, const float *a, int64_t a_row, Rows b, bool is_first,
                               float *to, int64_t to_row) {
   Sums<MR, NV> sums;
-  if (is_first)
-    clear(sums);
-  else
-    load(sums, to, to_row);
+  clear(sums);
   add_rows(sums, depth, a, a_row, b.at, b.row);
+  if (!is_first) add(sums, to, to_row);
   store(sums, to, to_row);
 }
 
@@ -247,8 +246,9 @@ static void add_d_queries(const ab_call &call, const BackwardBuffer &buffer, Row
       if (c == dims.count) return;
       if (!is_first && dims.first + c + VL <= call.D) {  // the vector ends inside the row
         Sums<MR, 1> sums;
-        load(sums, rows_to + c, to_row);
+        clear(sums);
         add_rows(sums, stop - first, a, buffer.row, b.at, b.row);
+        add(sums, rows_to + c, to_row);
         store_first(sums, rows_to + c, to_row, dims.count - c);
         return;
       }

@@ -32,6 +32,7 @@ struct Panel {
   float *top, *total;    // [LANES]: largest score in units of log 2, sum of 2^(score - top)
   int64_t b, h, first;   // the first query
   int64_t count;         // of queries
+  float *ended;          // [ROWS, LANES]: see add_parts
 };
 
 // The products of `MR` keys with a panel become raw scores, -inf where unrelated; `top` follows their
@@ -83,10 +84,9 @@ static int64_t score_block(const ab_call &call, const Score &score, const Block 
       if constexpr (M::LEVELS) {
         const int32_t *of_keys = blocks.keys + j, *of_lanes = blocks.queries + lane;
         const Depths depths = blocks.narrow(block.depths, of_lanes, panel.count, of_keys, n);
-        multiply_levels(sums, levels, depths, keys, panel.queries, blocks, of_keys, of_lanes);
+        multiply_levels(sums, panel.ended, levels, depths, keys, panel.queries, blocks, of_keys, of_lanes);
       } else {
-        clear(sums);
-        add_rows(sums, call.D, keys.at, keys.row, panel.queries, LANES);
+        multiply_rows(sums, panel.ended, call.D, keys.at, keys.row, panel.queries, LANES);
       }
       score_keys<rows.value, M::MORE>(score, sums, block.bits ? related + j : nullptr, scores + j * LANES,
                                       top);
@@ -105,17 +105,20 @@ template <int MR>
 AB_INLINE void add_values(Rows values, const float *probs, const Run *runs, int64_t count,
                           const float *keep, float *out) {
   Sums<MR, 2> sums;
-  load(sums, out, LANES);
+  clear(sums);
+  for (const Run *run = runs; run < runs + count; run++)
+    add_columns(sums, run->count, values.at + run->first * values.row, values.row,
+                probs + run->first * LANES, LANES);
   if (keep) {
     AB_UNROLL
     for (int r = 0; r < MR; r++) {
       AB_UNROLL
-      for (int c = 0; c < 2; c++) sums.at[r][c] *= load(keep + c * VL);
+      for (int c = 0; c < 2; c++)
+        sums.at[r][c] = load(out + r * LANES + c * VL) * load(keep + c * VL) + sums.at[r][c];
     }
+  } else {
+    add(sums, out, LANES);
   }
-  for (const Run *run = runs; run < runs + count; run++)
-    add_columns(sums, run->count, values.at + run->first * values.row, values.row,
-                probs + run->first * LANES, LANES);
   store(sums, out, LANES);
 }
 
@@ -214,10 +217,10 @@ static void add_block(const ab_call &call, const Score &score, const Block &bloc
 
 // What a thread keeps of a query tile.
 struct ForwardBuffer {
-  float *queries, *out;  // [panels, D, LANES], [panels, E, LANES]
-  float *top, *total;    // [panels, LANES]
-  float *scores;         // [BLOCK, LANES]
-  float *keys, *values;  // [BLOCK, D], [BLOCK, E], for half precision
+  float *queries, *out;   // [panels, D, LANES], [panels, E, LANES]
+  float *top, *total;     // [panels, LANES]
+  float *scores, *ended;  // [BLOCK, LANES], [ROWS, LANES]
+  float *keys, *values;   // [BLOCK, D], [BLOCK, E], for half precision
 
   // Lay out from `memory` on, which moves to the end.
   ForwardBuffer(const ab_call &call, char *&memory) {
@@ -227,6 +230,7 @@ struct ForwardBuffer {
     top = cut<float>(memory, lanes);
     total = cut<float>(memory, lanes);
     scores = cut<float>(memory, BLOCK * LANES);
+    ended = cut<float>(memory, ROWS * LANES);
     keys = cut<float>(memory, BLOCK * call.D);
     values = cut<float>(memory, BLOCK * call.E);
   }
@@ -307,7 +311,8 @@ static void forward_item(const ab_call &call, const Item &item, char *memory) {
                  b,
                  h,
                  first + p * LANES,
-                 min64(LANES, n - p * LANES)};
+                 min64(LANES, n - p * LANES),
+                 buffer.ended};
   };
   for (int64_t i = bounds[0]; i < end;) {
     const bool full = i < partial;

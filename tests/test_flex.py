@@ -99,9 +99,9 @@ def test_a_mask_mod_gives_flex_attentions_mask(mask_mod):
     block_mask = create_block_mask(mask_mod, 2, 3, LENGTH, LENGTH, device="cpu")
     for relation in (ab.Where(mask_mod), flex.from_block_mask(block_mask)):
         assert torch.equal(relation.dense(LENGTH, LENGTH, batch=2, heads=3), want)
+        assert relation.count(LENGTH, LENGTH, batch=2, heads=3) == want.sum()
         layout = relation.layout(LENGTH, LENGTH, batch=2, heads=3)
         assert torch.equal(layout.to_dense().expand_as(want), want)
-        assert relation.count(LENGTH, LENGTH, batch=2, heads=3) * 6 == want.sum() * layout.groups
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,18 @@ def test_a_mask_mod_gives_flex_attentions_mask(mask_mod):
 def test_batches_and_heads_are_told_apart_only_if_the_function_reads_them(name, expected):
     layout = ab.Where(MASK_MODS[name]).layout(LENGTH, LENGTH, batch=2, heads=3)
     assert (layout.batch, layout.heads) == expected
+
+
+def test_the_sizes_that_a_function_reads_must_be_given():
+    """dense took one batch for granted where count asked for their number."""
+    by_batch = ab.Where(lambda b, h, q, k: q - k <= b)
+    for ask in (by_batch.dense, by_batch.count, by_batch.layout):
+        with pytest.raises(ValueError, match="differs by batch, so their number is wanted, got None"):
+            ask(5, 5)
+    for relation in (by_batch, by_batch | ab.PerHead([ab.Causal(), ab.Full(), ab.Empty()]), ab.Causal()):
+        assert relation.count(5, 5, batch=2, heads=3) == relation.dense(5, 5, batch=2, heads=3).sum()
+    with pytest.raises(ValueError, match="differs by batch"):
+        (by_batch | ab.PerHead([ab.Causal(), ab.Full()])).count(5, 5)
 
 
 def test_functions_of_two_positions_are_called_pair_by_pair_too():

@@ -145,10 +145,16 @@ def test_lengths_and_positions(backend, shape, q_start):
 
 
 @pytest.mark.parametrize(
-    "ranks", [[32, 8, 6, 4, 4, 4, 4, 2], [8] * 8, [16] * 4, [63, 1], [41, *[1] * 23]], ids=str
+    "ranks",
+    [
+        *([32, 8, 6, 4, 4, 4, 4, 2], [8] * 8, [16] * 4, [63, 1], [41, *[1] * 23]),
+        *([64, 64], [60, 40, 50], [200, 3, 53], [120, *[8] * 4]),  # parts of 64 end inside levels and between
+    ],
+    ids=str,
 )
-def test_heads_of_64(backend, ranks):
-    check(backend, make_call(ab.MultiLevel(ranks), ab.Causal(), (1, 2, 1, 300, 300, 64, 64), tile=64))
+def test_large_heads(backend, ranks):
+    shape = (1, 2, 1, 300, 300, sum(ranks), 64)
+    check(backend, make_call(ab.MultiLevel(ranks), ab.Causal(), shape, tile=64))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -417,6 +417,23 @@ def test_wrong_values_are_named(make, words):
         (lambda: GraphAttention(4)(torch.zeros(3, 4), torch.ones(3, 3)), "use ab.Dense"),
         (lambda: GraphAttention(4)(torch.zeros(3, 4), None), "^relation: wanted a graph, got None"),
         (lambda: GraphAttention(4)("x", ab.Full()), "^x: wanted a tensor, got str"),
+        (lambda: RelationalAttention(4, bias="no"), "^bias: wanted True or False, got 'no'"),
+        (lambda: RelationalAttention(4, project=1), "^project: wanted True or False, got 1"),
+        (lambda: SelfAttention(4)(torch.zeros(3, 4), return_weights="no"), "^return_weights: wanted True or"),
+        (
+            lambda: GraphAttention(4)(torch.zeros(3, 4), ab.Full(), return_weights="no"),
+            "^return_weights: wanted True or False, got 'no'",
+        ),
+        (
+            lambda: MultiheadAttention(4, 2)(*torch.zeros(3, 2, 4), need_weights="no"),
+            "^need_weights: wanted True or False, got 'no'",
+        ),
+        (
+            lambda: MultiheadAttention(4, 2)(
+                *torch.zeros(3, 2, 4), need_weights=True, average_attn_weights="no"
+            ),
+            "^average_attn_weights: wanted True or False, got 'no'",
+        ),
         (
             lambda: MultiheadAttention(4, 2)(*torch.zeros(3, 2, 4), key_padding_mask=torch.tensor([0, 1])),
             "key_padding_mask: wanted booleans or floating-point numbers, got torch.int64",

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -165,6 +166,13 @@ def test_numbers_must_be_numbers():
     refuse(TypeError, words, *inputs(), softcap="no")
     words = "dropout_p: wanted a number from 0 to 1, got bool True"
     refuse(TypeError, words, *inputs(), dropout_p=True)
+
+
+def test_flags_are_true_or_false():
+    """Any object was taken for its truth: enable_gqa="no" for True, return_lse=0 for False."""
+    for name, flag in (("enable_gqa", "no"), ("return_lse", 0), ("return_lse", None)):
+        refuse(TypeError, f"{name}: wanted True or False, got {flag!r}", *inputs(), **{name: flag})
+    assert Problem(*inputs(), enable_gqa=None, return_lse=np.bool_(True)).return_lse is True
 
 
 def test_wrong_sink():

@@ -236,7 +236,8 @@ ERRORS = [
     (lambda: ab.Chunks(-2), ValueError, "size: wanted at least 1, got -2"),
     (lambda: ab.Prefix(-1), ValueError, "length: wanted at least 0, got -1"),
     (lambda: ab.Prefix([]), ValueError, "length: wanted at least one length, got none"),
-    (lambda: ab.Prefix([-1]).count(1, 1), ValueError, "lengths: wanted 0 or more, got -1"),
+    (lambda: ab.Prefix([2, -1]), ValueError, "^length: wanted 0 or more, got -1"),
+    (lambda: ab.Padding(torch.tensor([-3])), ValueError, "^lengths: wanted 0 or more, got -3"),
     (lambda: ab.Padding(3), TypeError, "lengths: wanted one per batch, got 3"),
     (lambda: ab.Padding([1.0]), TypeError, "lengths: wanted integers, got torch.float32"),
     (
@@ -339,6 +340,11 @@ ERRORS = [
         ValueError,
         r"index: wanted 2 or 3 or 4 dimensions, got shape \[1\]",
     ),
+    (
+        lambda: ab.knn_graph([[0.0], [1.0]], 1, loop="no"),
+        TypeError,
+        "loop: wanted True or False, got 'no'",
+    ),
     (lambda: ab.Where(3), TypeError, r"fn: wanted a function of \(q, k\) or \(b, h, q, k\), got 3"),
     (
         lambda: ab.Where(lambda q: q),
@@ -440,6 +446,16 @@ ERRORS = [
 def test_bad_input_is_a_sentence(make, error, words):
     with pytest.raises(error, match=words):
         make()
+
+
+@pytest.mark.parametrize("make", [ab.Prefix, ab.Padding])
+def test_lengths_on_a_device_are_read_when_they_are_laid_out(make):
+    """Only the host's lengths are checked at construction: others would make it wait for their device."""
+    assert make(torch.tensor([-1], device="meta")).batch_size == 1
+    relation = make([2])
+    (relation.length if make is ab.Prefix else relation.lengths_).fill_(-1)
+    with pytest.raises(ValueError, match=r"^lengths: wanted 0 or more, got -1"):
+        relation.count(1, 1)
 
 
 @pytest.mark.parametrize("huge", [2**61, 2**63 - 9, 2**63 - 2])

@@ -223,11 +223,17 @@ def test_t5_buckets_by_hand():
     assert behind(distances, 32).tolist() == [0, 0, 1, 15, 16, 17, 18, 30, 31, 31, 31]
 
 
+def test_t5_buckets_take_a_flag():
+    """Any object was taken for its truth: "no" for True."""
+    with pytest.raises(TypeError, match=r"^bidirectional: wanted True or False, got 'no'"):
+        ab.t5_buckets("no")
+
+
 def test_t5_buckets_are_those_of_transformers():
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     distances = torch.arange(-1000, 1001)
     for bidirectional in (True, False):
-        for count, most in ((32, 128), (16, 20), (64, 512)):
+        for count, most in ((32, 128), (16, 20), (64, 512), (4 if bidirectional else 2, 2), (5, 3)):
             theirs = t5.T5Attention._relative_position_bucket(distances, bidirectional, count, most)
             assert torch.equal(ab.t5_buckets(bidirectional, most)(distances, count), theirs)
 
@@ -270,6 +276,39 @@ REFUSED = [
         ValueError,
         "RelativeBias.buckets: wanted buckets from 0 to 4, got -96 at distance -96",
     ),
+    *(
+        (
+            ab.RelativeBias(torch.ones(4, n), ab.t5_buckets(both)),
+            ValueError,
+            f"t5_buckets: wanted a table of at least {4 if both else 2} entries, got {n}",
+        )
+        for both, n in ((True, 1), (True, 2), (True, 3), (False, 1))
+    ),
+    (
+        ab.RelativeBias(torch.ones(4, 32), ab.t5_buckets(max_distance=8)),
+        ValueError,
+        "t5_buckets.max_distance: wanted more than 8, .* got 8",
+    ),
+    (
+        ab.RelativeBias(torch.ones(4, 5), lambda distance, n: distance.clamp(-2, 2) + 2.0),
+        TypeError,
+        "RelativeBias.buckets: wanted a function that returns integers, got torch.float32; add .long",
+    ),
+    (
+        ab.RelativeBias(torch.ones(4, 5), lambda distance, n: distance > 0),
+        TypeError,
+        "RelativeBias.buckets: wanted a function that returns integers, got torch.bool",
+    ),
+    (
+        ab.RelativeBias(torch.ones(4, 5), lambda distance, n: [0] * len(distance)),
+        TypeError,
+        "RelativeBias.buckets: wanted a function that returns integers in a tensor, got list",
+    ),
+    (
+        ab.RelativeBias(torch.ones(4, 5), lambda distance, n: distance[:1].clamp(0, 0)),
+        ValueError,
+        r"RelativeBias.buckets: .* of its argument's shape \[166\], got \[1\]",
+    ),
     (
         ab.GridBias(torch.ones(4, 9), (3, 3)),
         ValueError,
@@ -292,6 +331,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("term", "error", "words"), REFUSED)
 def test_bad_terms_are_a_sentence(term, error, words):
+    """Tables too small for T5 ended in a ZeroDivisionError, odd buckets in torch's words or wrong numbers."""
     query, key, value = make_inputs(1, B, H, 2, Q, K, 8, 8)
     with pytest.raises(error, match=f"^terms: {words}"):
         ab.attention(query, key, value, ab.Causal(), terms=[term], q_start="end")

@@ -215,7 +215,7 @@ def _run(function: object, scratch_bytes: object, head: bytes, layout: bytes, is
     if scratch_bytes is not None:
         count = scratch_bytes(head + tail + layout, is_backward)  # type: ignore[operator]
         if count:
-            scratch = torch.empty(count + 64, dtype=torch.uint8)
+            scratch = torch.empty(count + 64, dtype=torch.uint8, device="cpu")
             start = scratch.data_ptr()
             tail = _SCRATCH.pack(start + -start % 64, count)
     status = function(head + tail + layout)  # type: ignore[operator]
@@ -326,7 +326,7 @@ class _Extras:
             wants_weight, *needs = needs or (False,)
             d_weight = torch.zeros_like(weight) if wants_weight else None
         wanted = dict(zip(parts, needs, strict=False))
-        grads = {name: torch.zeros(x.shape) for name, x in parts.items() if wanted.get(name)}
+        grads = {name: torch.zeros(x.shape, device="cpu") for name, x in parts.items() if wanted.get(name)}
         self.grads = [grads.get(name, call.query.new_empty(0)) for name in parts]
         unwanted = call.query.new_empty(0)
         self.score_grads = [] if weight is None else [unwanted if d_weight is None else d_weight]

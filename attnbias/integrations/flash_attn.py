@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import check_dense
 from ..ops import attention
 from ..relations import Causal, Documents, Empty, Relation, Window
 from ..relations.relation import as_indices
-from ..tensors import check_dense
 from ..terms import ALiBi, Term
 
 

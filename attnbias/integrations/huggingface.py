@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..buckets import t5_buckets
 from ..ops import attention
 from ..relations import Causal, Dense, Full, Global, Graph, Neighborhood, Neighbors, Relation, Window
-from ..terms import KernelTerm, PairBias, RelativeBias, Term, t5_buckets
+from ..terms import KernelTerm, PairBias, RelativeBias, Term
 from ..weights import attention_weights
 from .huggingface_masks import one_row, to_relation
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..arguments import check_dense
 from ..relations import Graph
-from ..tensors import check_dense
 
 NUMBERS_AT_ONCE = 1 << 22  # held for edges that are gathered, unless there are more for nodes
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
+from ..arguments import check_dense
 from ..ops import attention
 from ..relations import Graph
 from ..relations.relation import as_count
 from ..scores import AdditiveScore
-from ..tensors import check_dense
 from ..terms import EdgeBias, Term
 from ..weights import edge_weights
 from .pyg_edges import Edges, Fill, check_fill, sum_values

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from ..arguments import check_dense
 from ..ops import attention
 from ..relations import Causal, Dense, Relation
-from ..tensors import check_dense
 from ..terms import PairBias, Term
 
 

@@ -440,7 +440,7 @@ def empty_layout(device: torch.device | str = "cpu", **given: int) -> Layout:
             f"relation: a layout of {length} entries at {sizes['q_len']} x {sizes['k_len']}; "
             "fewer than 2^31 are possible"
         )
-    where = torch.tensor([*sizes.values(), *offsets], dtype=torch.int64)
+    where = torch.tensor([*sizes.values(), *offsets], dtype=torch.int64, device="cpu")
     if torch.device(device).type == "cpu":  # NumPy's zeros are not written before they are overwritten
         return Layout(torch.from_numpy(np.zeros(length, np.int32)), where)
     return Layout(torch.zeros(length, dtype=torch.int32, device=device), where)

@@ -75,7 +75,7 @@ def add_levels(layout: Layout, levels: Levels) -> Layout:
         ends = pointer(counts)
         bounds[:] = ends[np.arange(len(bounds))[:, None] * classes + np.arange(classes + 1)]
     where = [*(sizes[name] for name in SIZES), *offsets, *levels.widths, *levels.prefixes]
-    return Layout(torch.from_numpy(buffer), torch.tensor(where, dtype=torch.int64))
+    return Layout(torch.from_numpy(buffer), torch.tensor(where, dtype=torch.int64, device="cpu"))
 
 
 def _numpy(layout: Layout, name: str) -> NDArray[np.int32]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from ..arguments import as_flag
 from ..layouts.layout import Layout
 from ..relations import Causal, Full, Relation, Window
 from ..terms import Term
@@ -163,6 +164,6 @@ class GraphAttention(RelationalAttention):
         """
         if relation is None and self.relation is None:
             raise TypeError("relation: wanted a graph, got None; Full() relates all nodes")
-        if return_weights:
+        if as_flag("return_weights", return_weights):
             return super().forward(x, relation=relation, terms=terms, return_weights=True)
         return super().forward(x, relation=relation, terms=terms)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..arguments import as_flag, check_dense
 from ..ops import attention
 from ..relations import Causal, Dense, Padding, Relation
-from ..tensors import check_dense
 from ..terms import KeyBias, PairBias, Term
 from ..weights import attention_weights
 from .relational import check_relation, join_heads, split_heads
@@ -132,10 +132,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         out = self.out_proj(join_heads(out))
         if has_batch and not self.batch_first:
             out = out.transpose(0, 1)
-        if not need_weights:
+        if not as_flag("need_weights", need_weights):
             return out, None
         weights = attention_weights(q, k, used, terms=terms, q_start=q_start)
-        return out, weights.mean(-3) if average_attn_weights else weights
+        averaged = as_flag("average_attn_weights", average_attn_weights)
+        return out, weights.mean(-3) if averaged else weights
 
     def _add_mask(
         self, mask: Tensor, query: Tensor, key: Tensor, limits: list[Relation | None], terms: list[Term]

@@ -8,6 +8,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
+from ..arguments import as_flag
 from ..layouts.layout import Layout
 from ..ops import attention
 from ..relations import Relation
@@ -83,12 +84,12 @@ class RelationalAttention(nn.Module):
         self.d_model, self.heads, self.key_heads, self.head_size = d_model, heads, key_heads, head_size
         self.relation = relation if relation is None else check_relation(relation, heads)
         self.dropout, self.softcap, self.rotary = dropout, softcap, rotary
-        own: dict[str, object] = {"bias": bias, "device": device, "dtype": dtype}
+        own: dict[str, object] = {"bias": as_flag("bias", bias), "device": device, "dtype": dtype}
         self.query = nn.Linear(d_model, heads * head_size, **own)  # type: ignore[arg-type]
         self.key = nn.Linear(d_model, key_heads * head_size, **own)  # type: ignore[arg-type]
         self.value = nn.Linear(d_model, key_heads * head_size, **own)  # type: ignore[arg-type]
         width = heads * head_size
-        has_out = heads > 1 if project is None else project
+        has_out = heads > 1 if project is None else as_flag("project", project)
         self.out = nn.Linear(width, d_model, **own) if has_out else nn.Identity()  # type: ignore[arg-type]
 
     @overload
@@ -166,7 +167,7 @@ class RelationalAttention(nn.Module):
             q_start=start,
         )
         out: Tensor = self.out(join_heads(h))
-        if not return_weights:
+        if not as_flag("return_weights", return_weights):
             return out
         weights = attention_weights(query, key, used, terms=terms, softcap=self.softcap, q_start=start)
         return out, weights.squeeze(-3) if self.heads == 1 else weights

@@ -368,7 +368,7 @@ class Permuted(_One):
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", as_indices("order", self.order, (1,)))
         length = len(self.order)
-        if not torch.equal(self.order.sort()[0].cpu(), torch.arange(length)):
+        if not torch.equal(self.order.sort()[0].cpu(), torch.arange(length, device="cpu")):
             raise ValueError(f"order: wanted each of 0..{length - 1} once, got something else")
         super().__post_init__()
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import check_dense
 from ..layouts.bound import Bound, Place, intersect
 from ..layouts.intervals import Intervals, Ints, pointer
-from ..tensors import check_dense
 from .algebra import common_size
 from .patterns import RANGES_PER_ROW, as_lengths, key_ranges, per_batch
 from .relation import Relation, as_indices
@@ -56,7 +56,7 @@ class Documents(Relation):
         sizes = as_indices("lengths", lengths, (1,)).cpu()
         if len(sizes) and int(sizes.min()) < 0:
             raise ValueError(f"lengths: wanted 0 or more, got {int(sizes.min())}")
-        return cls(torch.repeat_interleave(torch.arange(len(sizes)), sizes))
+        return cls(torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), sizes))
 
     @classmethod
     def from_cu_seqlens(cls, cu_q: Tensor, cu_k: Tensor | None = None) -> Documents:
@@ -164,7 +164,7 @@ def _ids_from_offsets(name: str, offsets: Tensor) -> Tensor:
     sizes = host.diff()
     if len(host) == 0 or host[0] != 0 or (len(sizes) and int(sizes.min()) < 0):
         raise ValueError(f"{name}: wanted offsets that start at 0 and never fall, got {host.tolist()}")
-    return torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    return torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), sizes)
 
 
 def _runs_of_rows(q_ids: Ints, k_ids: Ints) -> tuple[Ints, Ints, Ints] | None:
@@ -327,7 +327,7 @@ class Padding(Relation):
     @classmethod
     def from_mask(cls, mask: Tensor) -> Padding:
         """From booleans [B, K], True at real keys, which may stand anywhere (left padding too)."""
-        mask = torch.as_tensor(mask)
+        mask = mask if isinstance(mask, Tensor) else torch.as_tensor(mask, device="cpu")
         check_dense("mask", mask)
         if mask.dtype != torch.bool or mask.dim() != 2:
             raise ValueError(f"mask: wanted booleans [batch, keys], got {mask.dtype} {list(mask.shape)}")

@@ -144,7 +144,7 @@ class Graph(Listed):
                 raise TypeError(f"graphs[{i}]: wanted a Graph, got {type(graph).__name__}")
         sizes = np.array([graph._sizes for graph in graphs], np.int64).reshape(-1, 2)
         edges = [graph.edge_index for graph in graphs]
-        counts = torch.tensor([x.shape[1] for x in edges], dtype=torch.int64)
+        counts = torch.tensor([x.shape[1] for x in edges], dtype=torch.int64, device="cpu")
         shifts = torch.repeat_interleave(torch.from_numpy((np.cumsum(sizes, 0) - sizes).T), counts, dim=1)
         device = edges[0].device if edges else torch.device("cpu")
         joined = torch.cat([torch.zeros(2, 0, dtype=torch.int64, device=device), *edges], 1)

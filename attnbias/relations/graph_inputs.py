@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..tensors import check_dense
+from ..arguments import check_dense
 
 Size = tuple[int, int]
 
@@ -67,7 +67,8 @@ def read_adjacency(matrix: Any) -> tuple[Tensor, Tensor, Size]:
         row, column = (torch.from_numpy(np.asarray(x, np.int64)) for x in (entries.row, entries.col))
         return row, column, shape
     try:
-        tensor = torch.as_tensor(matrix).detach()
+        tensor = matrix if isinstance(matrix, Tensor) else torch.as_tensor(matrix, device="cpu")
+        tensor = tensor.detach()
     except (RuntimeError, TypeError, ValueError):
         raise TypeError(f"adjacency: wanted a matrix [queries, keys], got {type(matrix).__name__}") from None
     if tensor.is_nested:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import as_flag
 from ..layouts.bound import Place
 from ..layouts.device import Pairs
 from .graph import Graph
@@ -132,7 +133,7 @@ def knn_graph(points: Any, k: int, batch: Any = None, *, loop: bool = False) -> 
     except ImportError:
         raise ImportError("knn_graph: needs scipy, which is not installed") from None
     array = as_points("points", points)
-    k, nodes = as_count("k", k, least=1), len(array)
+    k, loop, nodes = as_count("k", k, least=1), as_flag("loop", loop), len(array)
     device = points.device if isinstance(points, Tensor) else "cpu"
     if batch is None:
         members = [np.arange(nodes)]

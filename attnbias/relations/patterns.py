@@ -305,7 +305,14 @@ def as_lengths(name: str, length: Any) -> int | Tensor:
     lengths = as_indices(name, length, (1,))
     if not len(lengths):
         raise ValueError(f"{name}: wanted at least one length, got none")
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():  # else when they are laid out
+        _check_lengths(name, int(lengths.min()))
     return lengths
+
+
+def _check_lengths(name: str, least: int) -> None:
+    if least < 0:
+        raise ValueError(f"{name}: wanted 0 or more, got {least}")
 
 
 def per_batch(length: int | Tensor, q: Tensor, b: Tensor | None) -> Tensor:
@@ -319,8 +326,7 @@ def per_batch(length: int | Tensor, q: Tensor, b: Tensor | None) -> Tensor:
 def key_ranges(at: Place, length: Tensor) -> Bound:
     """Keys below a length per batch; equal lengths are held once."""
     host, group = np.unique(length.cpu().numpy(), return_inverse=True)
-    if host.min() < 0:
-        raise ValueError(f"lengths: wanted 0 or more, got {int(host.min())}")
+    _check_lengths("lengths", int(host.min()))
     stop = np.repeat(host[:, None], at.q_len, 1)
     form = Intervals.one_per_row(at.q_len, at.k_len, np.zeros_like(stop), stop)
     return Bound(Intervals(at.q_len, at.k_len, group[:, None], form.ptr, form.start, form.stop))
@@ -363,10 +369,13 @@ class Global(Relation):
     def __post_init__(self) -> None:
         if not isinstance(self.positions, Iterable):
             raise TypeError(f"positions: wanted a list of positions, got {self.positions!r}")
-        positions = as_indices("positions", list(self.positions), (1,)).unique()
-        if len(positions) and positions[0] < 0:
-            raise ValueError(f"positions: wanted 0 or more, got {int(positions[0])}")
-        object.__setattr__(self, "positions", tuple(positions.tolist()))
+        positions = list(self.positions)
+        if not all(type(x) is int for x in positions):
+            positions = as_indices("positions", positions, (1,)).tolist()
+        positions = sorted(set(positions))
+        if positions and positions[0] < 0:
+            raise ValueError(f"positions: wanted 0 or more, got {positions[0]}")
+        object.__setattr__(self, "positions", tuple(positions))
         super().__post_init__()
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
@@ -454,7 +463,7 @@ class RandomBlocks(Relation):
         start = np.zeros((0, self.blocks), np.int64)
         if len(late):
             first = mine[late[0]]
-            drawn = self._draw(torch.arange(first, mine[late[-1]] + 1)).numpy()
+            drawn = self._draw(torch.arange(first, mine[late[-1]] + 1, device="cpu")).numpy()
             start = drawn[mine[late] - first] * self.size  # [rows, count]
         form = Intervals.empty(at.q_len, at.k_len, np.zeros((1, 1), np.int64)).from_ranges(
             np.concatenate((early, np.repeat(late, self.blocks))),

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import check_dense
 from ..layouts.bound import Bound, Place
 from ..layouts.edges import Edges
 from ..layouts.intervals import Intervals, Ints, pointer
 from ..layouts.predicate import Predicate
-from ..tensors import check_dense
 from .patterns import RANGES_PER_ROW
 from .pointwise import is_elementwise, map_pairs, reads_index
 from .relation import Relation
@@ -112,7 +112,7 @@ class Dense(Relation):
     mask: Tensor
 
     def __post_init__(self) -> None:
-        mask = torch.as_tensor(self.mask)
+        mask = self.mask if isinstance(self.mask, Tensor) else torch.as_tensor(self.mask, device="cpu")
         check_dense("mask", mask)
         if mask.dtype != torch.bool:
             raise TypeError(f"mask: wanted booleans, True = may attend, got {mask.dtype}")

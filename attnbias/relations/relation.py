@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.serialization import add_safe_globals
 from typing_extensions import dataclass_transform
 
+from ..arguments import check_dense
 from ..layouts.bound import Bound, Place
 from ..layouts.predicate import Predicate
-from ..tensors import check_dense
 from .recipe import Recipe, register, write
 
 if TYPE_CHECKING:
@@ -155,11 +155,12 @@ class Relation:
         known = (self.batch_size, self.head_count)
         if None not in known or not at.q_len or not at.k_len:
             return known[0] or 1, known[1] or 1
-        tried = [mine or given or 2 for mine, given in zip(known, (at.batch, at.heads), strict=True)]
+        wanted = known[0] or at.batch, known[1] or at.heads
+        tried = [size or 2 for size in wanted]
         b, h, one = (torch.arange(n, device=at.device) for n in (*tried, 1))
         pair = self.related(one[:, None] + at.q_start, one, b.view(-1, 1, 1, 1), h.view(-1, 1, 1))
         shape = (1, 1, 1, 1, *pair.shape)[-4:-2]
-        for what, size, given in zip(("batch", "heads"), shape, (at.batch, at.heads), strict=True):
+        for what, size, given in zip(("batch", "heads"), shape, wanted, strict=True):
             if size > 1 and given is None:
                 raise ValueError(f"{what}: {self!r} differs by {what}, so their number is wanted, got None")
         return shape[0], shape[1]
@@ -213,11 +214,12 @@ class Relation:
         """The relation as booleans, [q_len, k_len], or [batch, heads, q_len, k_len] if it differs there."""
         start = resolve_start(q_start, q_len, k_len)
         self.check(q_len, k_len, start, batch, heads)
-        b = torch.arange(self.batch_size or batch or 1).view(-1, 1, 1, 1)
-        h = torch.arange(self.head_count or heads or 1).view(-1, 1, 1)
-        q, k = torch.arange(start, start + q_len).view(-1, 1), torch.arange(k_len)
         device = self._device
-        grid = self.related(q.to(device), k.to(device), b.to(device), h.to(device)).cpu()
+        self._sizes_in_use(Place(q_len, k_len, start, batch, heads, str(device)))  # raises if one is missing
+        b = torch.arange(self.batch_size or batch or 1, device=device).view(-1, 1, 1, 1)
+        h = torch.arange(self.head_count or heads or 1, device=device).view(-1, 1, 1)
+        q = torch.arange(start, start + q_len, device=device).view(-1, 1)
+        grid = self.related(q, torch.arange(k_len, device=device), b, h).cpu()
         grid = grid.expand(len(b), len(h), q_len, k_len).contiguous()
         return grid[0, 0] if len(b) == len(h) == 1 else grid
 
@@ -259,8 +261,10 @@ class Relation:
         batch: int | None = None,
         heads: int | None = None,
     ) -> int:
-        """Number of related pairs, without visiting them where the relation is exact."""
-        return self.bind(q_len, k_len, q_start, batch=batch, heads=heads).count()
+        """Number of related pairs in ``dense``, without visiting them where the relation is exact."""
+        bound = self.bind(q_len, k_len, q_start, batch=batch, heads=heads)
+        uses = (self.batch_size or batch or 1) * (self.head_count or heads or 1)
+        return bound.count() * (uses // bound.group.size)
 
     def within(
         self,
@@ -474,8 +478,9 @@ def _as_tensor(name: str, value: Any) -> Tensor:
     try:
         if several:  # such as sources and targets
             return torch.stack(list(value))
-        # Copied, for torch takes no negative strides.
-        tensor = torch.as_tensor(np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value)
+        # Copied, for torch takes no negative strides; on the host, whatever torch's default device is.
+        array = np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(array, device="cpu")
     except (RuntimeError, TypeError, ValueError):
         wanted = "integers in a tensor, an array or lists of equal length"
         raise TypeError(f"{name}: wanted {wanted}, got {type(value).__name__}") from None
