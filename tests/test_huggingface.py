@@ -474,6 +474,20 @@ def test_relations_that_do_not_fit_are_named():
         hf.NearestKeys(0)
 
 
+def test_what_is_no_model_is_refused():
+    """A bare AttributeError came from inside."""
+    wanted = "model: wanted a model of transformers whose attention can be replaced, got"
+    with pytest.raises(ValueError, match=f"{wanted} Linear"):
+        hf.attach(torch.nn.Linear(2, 2))
+    own = transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=9, hidden_size=8, n_head=2, n_layer=1)
+    )
+    with pytest.raises(
+        ValueError, match=f"{wanted} BloomForCausalLM, which has its own; it is left as it was"
+    ):
+        hf.attach(own)
+
+
 def test_other_versions_are_refused(monkeypatch):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
     with pytest.raises(ImportError, match=r"huggingface: wanted transformers 5, got 4\.57\.1"):

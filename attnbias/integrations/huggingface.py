@@ -67,12 +67,15 @@ def attach(model: Any, relation: Chosen | Callable[[int], Chosen | None] | None 
         relation: as for :func:`set_relation`.
 
     Raises:
-        ValueError: if the model's attention is its own and cannot be replaced.
+        ValueError: if it is no such model, or its attention is its own and cannot be replaced.
     """
     register()
+    wanted = "model: wanted a model of transformers whose attention can be replaced"
+    if not hasattr(model, "set_attn_implementation"):
+        raise ValueError(f"{wanted}, got {type(model).__name__}")
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"{wanted}, got {type(model).__name__}, which has its own; it is left as it was")
     model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
-        raise ValueError(f"model: the attention of {type(model).__name__} cannot be replaced")
     for module in model.modules():
         if hasattr(module, "compute_bias") and hasattr(module, "relative_attention_max_distance"):
             # T5 and its kin: a table of biases by distance, made a [Q, K] tensor only where others need one.
