@@ -12,7 +12,9 @@ For transformers 5.x; tested with 5.22.2. What a model passes that cannot be hon
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from typing import Any, Literal, Union
 
 import torch
@@ -42,6 +44,9 @@ _CROSS = ("cross", "encdec", "encoder_attn")
 
 Chosen = Union[Relation, "NearestKeys"]
 
+# Where transformers notes what the call at hand records of its layers, such as "attentions".
+_recorded: Any = None
+
 
 def register() -> None:
     """Make ``attn_implementation="attnbias"`` known to transformers; once is enough.
@@ -55,6 +60,9 @@ def register() -> None:
         raise ImportError("huggingface: wanted transformers 5 (pip install 'transformers>=5,<6')") from error
     if int(transformers.__version__.split(".")[0]) != 5:
         raise ImportError(f"huggingface: wanted transformers 5, got {transformers.__version__}")
+    global _recorded  # noqa: PLW0603 - known once transformers is
+    with suppress(ImportError, AttributeError):
+        _recorded = import_module("transformers.utils.output_capturing")._active_collector
     transformers.AttentionInterface.register(NAME, attention_forward)
     transformers.AttentionMaskInterface.register(NAME, make_mask)
 
@@ -326,7 +334,7 @@ def attention_forward(
     terms = _terms(position_bias, attention_mask, mask.q_start, query.shape[2], key.shape[2])
     chosen = module.__dict__.get(_RELATION)  # getattr of a module takes long to find nothing
     shared = {"scale": scaling, "softcap": softcap, "sink": s_aux, "q_start": mask.q_start, "terms": terms}
-    wants_weights = options.get("output_attentions")
+    wants_weights = _wants_weights(options)
     is_step = query.shape[2] == 1 and not dropout
     if is_step and chosen is None and not isinstance(mask.step, str) and not wants_weights:
         out = _attend_one(query, key, value, mask.step, scaling, softcap, s_aux, terms, mask.q_start)
@@ -335,7 +343,7 @@ def attention_forward(
         relation: Relation = chosen.find(query, key, mask.relation, mask.q_start)
     else:
         relation = mask.with_relation(chosen)
-    if is_step and _is_plain(relation, query.device):
+    if is_step and not wants_weights and _is_plain(relation, query.device):
         row = mask.row(relation, query, key)
         out = _attend_one(query, key, value, row, scaling, softcap, s_aux, terms, mask.q_start)
     else:
@@ -344,6 +352,16 @@ def attention_forward(
     if wants_weights:
         weights = attention_weights(query, key, relation, **shared)  # type: ignore[call-overload]
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _wants_weights(options: dict[str, Any]) -> bool:
+    """Whether weights are asked for: models say so in an argument, or record what their layers return."""
+    if options.get("output_attentions"):
+        return True
+    if _recorded is None or (torch.compiler.is_compiling() and not _recorded.compiling):
+        return False
+    names = _recorded.get()
+    return names is not None and any("attentions" in name for name in names)
 
 
 def _is_plain(relation: Relation, device: torch.device) -> bool:
