@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 import sys
+import warnings
 
 import pytest
 import torch
@@ -406,6 +407,17 @@ def test_a_mask_of_pairs_from_the_user(dtype):
         part = part == 0 if dtype == torch.bool else part
         parts.append(model(given["input_ids"][:, at], attention_mask=part, past_key_values=cache).logits)
     assert_no_worse("logits by parts", torch.cat(parts, 1), baseline, truth)
+
+
+def test_compiling_warns_of_nothing_and_takes_one_graph():
+    """Dynamo warned of an lru_cache in the file of masks."""
+    model, (given, _) = make("llama"), inputs("llama", None)
+    hf.attach(model, ab.Window(before=4))
+    wanted = model(given["input_ids"]).logits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = torch.compile(model, backend="eager", fullgraph=True)(given["input_ids"]).logits
+    assert torch.equal(got, wanted)
 
 
 # -- nearest keys -----------------------------------------------------------------------------------

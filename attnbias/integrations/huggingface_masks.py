@@ -7,7 +7,6 @@ read for what they hold; any other is kept as a function of pairs, ``Where``, wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -106,9 +105,11 @@ def _read(function: MaskFunction, place: _Place) -> Relation:
     return reader(place, **held)
 
 
-@cache
 def _readers() -> dict[CodeType, Callable[..., Relation]]:
-    """For the code of each known mask function, what makes a relation of what it holds."""
+    """For the code of each known mask function, what makes a relation of what it holds.
+
+    Not kept: dynamo traces its making, but warns of a cache and cannot guard a dictionary by code.
+    """
     from transformers import masking_utils as masks
 
     one = torch.zeros(1, 1, dtype=torch.int64)
