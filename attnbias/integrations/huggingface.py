@@ -12,19 +12,23 @@ For transformers 5.x; tested with 5.22.2. What a model passes that cannot be hon
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, Union
+from importlib import import_module
+from inspect import signature
+from typing import Any, Union
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .. import dispatch
 from ..buckets import t5_buckets
 from ..ops import attention
 from ..relations import Causal, Dense, Full, Global, Graph, Neighborhood, Neighbors, Relation, Window
 from ..terms import KernelTerm, PairBias, RelativeBias, Term
 from ..weights import attention_weights
-from .huggingface_masks import one_row, to_relation
+from .huggingface_masks import Mask, make_mask
 
 NAME = "attnbias"
 _RELATION = "attnbias_relation"  # a module's own, set by set_relation
@@ -34,7 +38,7 @@ _IGNORED = frozenset(
     (
         *("cache_position", "is_causal", "num_items_in_batch", "output_hidden_states", "past_key_values"),
         *("position_embeddings", "position_ids", "return_dict", "sliding_window", "use_cache"),
-        *("output_router_logits", "deterministic", "output_attentions"),
+        *("output_router_logits", "deterministic", "output_attentions", "logits_to_keep"),
     )
 )
 # Names of attention that looks at other tokens than its own.
@@ -42,6 +46,9 @@ _CROSS = ("cross", "encdec", "encoder_attn")
 
 
 Chosen = Union[Relation, "NearestKeys"]
+
+# Where transformers notes what the call at hand records of its layers, such as "attentions".
+_recorded: Any = None
 
 
 def register() -> None:
@@ -56,6 +63,9 @@ def register() -> None:
         raise ImportError("huggingface: wanted transformers 5 (pip install 'transformers>=5,<6')") from error
     if int(transformers.__version__.split(".")[0]) != 5:
         raise ImportError(f"huggingface: wanted transformers 5, got {transformers.__version__}")
+    global _recorded  # noqa: PLW0603 - known once transformers is
+    with suppress(ImportError, AttributeError):
+        _recorded = import_module("transformers.utils.output_capturing")._active_collector
     transformers.AttentionInterface.register(NAME, attention_forward)
     transformers.AttentionMaskInterface.register(NAME, make_mask)
 
@@ -68,14 +78,18 @@ def attach(model: Any, relation: Chosen | Callable[[int], Chosen | None] | None 
         relation: as for :func:`set_relation`.
 
     Raises:
-        ValueError: if the model's attention is its own and cannot be replaced.
+        ValueError: if it is no such model, or its attention is its own and cannot be replaced.
     """
     register()
+    wanted = "model: wanted a model of transformers whose attention can be replaced"
+    if not hasattr(model, "set_attn_implementation"):
+        raise ValueError(f"{wanted}, got {type(model).__name__}")
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"{wanted}, got {type(model).__name__}, which has its own; it is left as it was")
     model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
-        raise ValueError(f"model: the attention of {type(model).__name__} cannot be replaced")
     for module in model.modules():
-        if hasattr(module, "compute_bias") and hasattr(module, "relative_attention_max_distance"):
+        has_table = hasattr(module, "compute_bias") and hasattr(module, "relative_attention_max_distance")
+        if has_table and "key_length" in signature(type(module).compute_bias).parameters:
             # T5 and its kin: a table of biases by distance, made a [Q, K] tensor only where others need one.
             # Without a table (cross-attention) the model adds zeros of that size; it asks here instead.
             module.compute_bias = partial(_position_bias, module)  # not a method: those do not pickle
@@ -94,7 +108,9 @@ def set_relation(
         model: an attached model, or a part of it.
         relation: for every layer, or a function from a layer's number; None takes it away. In place of a
             relation, :class:`NearestKeys`.
-        cross: of the attention from a decoder to an encoder, not of that among a layer's own tokens.
+        cross: of the attention from a decoder to an encoder, not of that among a layer's own tokens. There
+            queries count from the first of each call: generate with ``use_cache=False``, or take
+            :class:`NearestKeys`, which has no positions.
 
     Raises:
         TypeError: if it is neither.
@@ -179,88 +195,6 @@ class NearestKeys:
 # -- what transformers calls ------------------------------------------------------------------------
 
 
-class Mask:
-    """What a model carries from where masks are made to its layers: a relation and where queries stand.
-
-    Args:
-        relation: in positions among the keys at hand; or what makes it, if it comes to that.
-        q_start: position of the first query there.
-        offset: position in the sequence of the first of these keys (a sliding cache drops the earlier ones).
-        step: the keys of a single query, as :meth:`row` gives them, where they are known already.
-    """
-
-    def __init__(
-        self,
-        relation: Relation | Callable[[], Relation],
-        q_start: int,
-        offset: int = 0,
-        step: Tensor | Literal["unknown"] | None = "unknown",
-    ) -> None:
-        self._relation, self.q_start, self.offset, self.step = relation, q_start, offset, step
-        self._combined: dict[int, tuple[Relation, Relation]] = {}
-        self._rows: dict[tuple[int, int, int], tuple[Relation, Tensor | None]] = {}
-
-    @property
-    def relation(self) -> Relation:
-        """What the model itself relates."""
-        if not isinstance(self._relation, Relation):
-            self._relation = self._relation()
-        return self._relation
-
-    def __repr__(self) -> str:
-        return f"Mask({self.relation!r}, q_start={self.q_start}, offset={self.offset})"
-
-    def with_relation(self, other: Relation | None) -> Relation:
-        """The relation and another one, in positions of the sequence; made once for all layers."""
-        if other is None:
-            return self.relation
-        if id(other) not in self._combined:
-            moved = other
-            if self.offset and not other.stationary:
-                moved = other.T.shift(-self.offset).T.shift(-self.offset)
-            self._combined[id(other)] = other, self.relation & moved
-        return self._combined[id(other)][1]
-
-    def row(self, relation: Relation, query: Tensor, key: Tensor) -> Tensor | None:
-        """The keys of a single query, booleans that broadcast to [B, H, 1, K]; None = all."""
-        (B, H), K = query.shape[:2], key.shape[2]
-        if isinstance(relation, Causal | Window | Full):
-            before, after = (torch.inf, torch.inf) if isinstance(relation, Full) else relation.band
-            if self.q_start - before <= 0 and self.q_start + after >= K - 1:
-                return None
-        known = self._rows.get((id(relation), H, K))
-        if known is None:
-            relation.check(1, K, self.q_start, B, H)
-            b, h, k = (torch.arange(n, device=query.device) for n in (B, H, K))
-            b = b[:1] if relation.batch_size == 1 else b
-            h = h[:1] if relation.head_count == 1 else h
-            q = torch.full((1,), self.q_start, device=query.device)
-            known = relation, relation.related(q, k, b[:, None, None, None], h[:, None, None])
-            self._rows[id(relation), H, K] = known
-        return known[1]
-
-
-def make_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Tensor] | None = None,
-    attention_mask: Tensor | None = None,
-    **options: Any,
-) -> Mask:
-    """What transformers calls in place of ``sdpa_mask``: makes a relation of a mask function and padding."""
-    q_offset = int(q_offset)
-    lengths = q_length, kv_length, q_offset, kv_offset
-    make = partial(to_relation, mask_function, attention_mask, *lengths)
-    step: Tensor | Literal["unknown"] | None = "unknown"
-    if q_length == 1 and mask_function is not None:
-        # A step of decoding: one row of a mask is no [Q, K] tensor, and a layout would serve it alone.
-        step = one_row(batch_size, *lengths, mask_function, attention_mask, **options)
-    return Mask(make, q_offset - kv_offset, kv_offset, step)
-
-
 class _NoBias:
     """Stands for the zeros that T5 adds in cross-attention."""
 
@@ -318,68 +252,90 @@ def attention_forward(
     """
     for name, given in options.items():
         if name not in _IGNORED and given is not None and given is not False:
-            what = f"got {type(given).__name__} from {type(module).__name__}"
-            raise NotImplementedError(f"{name}: not understood by attnbias, {what}")
+            raise _refuse(module, f"{name}: not understood by attnbias, got {_kind(given)}")
     mask = _understand_mask(module, query, key, attention_mask, options)
-    terms = _terms(position_bias, attention_mask, mask.q_start, query.shape[2], key.shape[2])
+    terms = _terms(module, position_bias, attention_mask, mask.q_start, query.shape[2], key.shape[2])
     chosen = module.__dict__.get(_RELATION)  # getattr of a module takes long to find nothing
-    shared = {"scale": scaling, "softcap": softcap, "sink": s_aux, "q_start": mask.q_start, "terms": terms}
-    wants_weights = options.get("output_attentions")
-    is_step = query.shape[2] == 1 and not dropout
-    if is_step and chosen is None and not isinstance(mask.step, str) and not wants_weights:
-        out = _attend_one(query, key, value, mask.step, scaling, softcap, s_aux, terms, mask.q_start)
+    if chosen is not None and isinstance(attention_mask, Tensor) and query.shape[2] != key.shape[2]:
+        wanted = "wanted the model's own, which knows the positions that the relation is about"
+        raise _refuse(module, f"attention_mask: {wanted}, got {_kind(attention_mask)}")
+    wants_weights = _wants_weights(options)
+    is_step = query.shape[2] == 1 and not dropout and not wants_weights and dispatch.asked_for(None) is None
+    if is_step and (chosen is None or _is_plain(chosen, query.device)):
+        # A layout of one row takes longer to build than the row to compute, and serves one token.
+        row = mask.row(chosen, query, key)
+        out = _attend_one(query, key, value, row, scaling, softcap, s_aux, terms, mask.q_start)
         return out.transpose(1, 2).contiguous(), None
     if isinstance(chosen, NearestKeys):
         relation: Relation = chosen.find(query, key, mask.relation, mask.q_start)
     else:
         relation = mask.with_relation(chosen)
-    if is_step and _is_plain(relation, query.device):
-        row = mask.row(relation, query, key)
-        out = _attend_one(query, key, value, row, scaling, softcap, s_aux, terms, mask.q_start)
-    else:
-        out = attention(query, key, value, relation, dropout_p=dropout, **shared)  # type: ignore[call-overload]
-    weights = None
-    if wants_weights:
-        weights = attention_weights(query, key, relation, **shared)  # type: ignore[call-overload]
+    shared = {"scale": scaling, "softcap": softcap, "sink": s_aux, "q_start": mask.q_start, "terms": terms}
+    out = attention(query, key, value, relation, dropout_p=dropout, **shared)  # type: ignore[call-overload]
+    weights = attention_weights(query, key, relation, **shared) if wants_weights else None  # type: ignore[call-overload]
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _is_plain(relation: Relation, device: torch.device) -> bool:
-    """Whether no pair counts twice."""
+def _refuse(module: nn.Module, what: str) -> NotImplementedError:
+    """The error for what a layer cannot have, with the way back."""
+    return NotImplementedError(
+        f'{what} in {type(module).__name__}; model.set_attn_implementation("eager") runs it without attnbias'
+    )
+
+
+def _kind(given: Any) -> str:
+    return (
+        f"{type(given).__name__} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+    )
+
+
+def _wants_weights(options: dict[str, Any]) -> bool:
+    """Whether weights are asked for: models say so in an argument, or record what their layers return."""
+    if options.get("output_attentions"):
+        return True
+    if _recorded is None or (torch.compiler.is_compiling() and not _recorded.compiling):
+        return False
+    names = _recorded.get()
+    return names is not None and any("attentions" in name for name in names)
+
+
+def _is_plain(chosen: Chosen, device: torch.device) -> bool:
+    """Whether it is a relation in which no pair counts twice."""
     none = torch.zeros(1, dtype=torch.int64, device=device)
-    return relation.multiplicity(none, none) is None
+    return isinstance(chosen, Relation) and chosen.multiplicity(none, none) is None
 
 
 def _understand_mask(
     module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]
 ) -> Mask:
     """The mask of a call, whoever made it."""
-    if isinstance(mask, Mask):
-        return mask
     q_len, k_len = query.shape[2], key.shape[2]
+    if isinstance(mask, Mask):
+        if mask.lengths not in (None, (q_len, k_len)):
+            wanted = "attention_mask: wanted one for {} queries of {} keys, got one for {} of {}"
+            raise _refuse(module, wanted.format(q_len, k_len, *mask.lengths))
+        return mask
     if mask is None:
         causal = options.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         if not causal or q_len == 1:
             return Mask(Full(), k_len - q_len)
         if q_len != k_len:
-            raise NotImplementedError(
-                f"attention_mask: wanted one for {q_len} causal queries of {k_len} keys, got None"
-            )
+            wanted = f"wanted one for {q_len} causal queries of {k_len} keys"
+            raise _refuse(module, f"attention_mask: {wanted}, got None")
         window = options.get("sliding_window")
         return Mask(Causal() if window is None else Window(before=window - 1), 0)
     if isinstance(mask, Tensor) and mask.dim() == 4:
         if mask.dtype == torch.bool and q_len == k_len:
             return Mask(Dense(mask[..., :k_len].expand(-1, -1, q_len, -1)), 0)
         return Mask(Full(), k_len - q_len)  # and a term
-    shape = f" {list(mask.shape)}" if isinstance(mask, Tensor) else ""
-    raise NotImplementedError(
-        f"attention_mask: wanted one made by attnbias, a tensor [B, H, Q, K] or None, "
-        f"got {type(mask).__name__}{shape} in {type(module).__name__}"
-    )
+    wanted = "wanted one made by attnbias, a tensor [B, H, Q, K] or None"
+    raise _refuse(module, f"attention_mask: {wanted}, got {_kind(mask)}")
 
 
-def _terms(position_bias: Any, mask: Any, q_start: int, q_len: int, k_len: int) -> list[Term]:
+def _terms(
+    module: nn.Module, position_bias: Any, mask: Any, q_start: int, q_len: int, k_len: int
+) -> list[Term]:
     """What is added to the scores: T5's bias, and a mask of numbers."""
     terms: list[Term] = []
     if isinstance(position_bias, KernelTerm):
@@ -387,7 +343,7 @@ def _terms(position_bias: Any, mask: Any, q_start: int, q_len: int, k_len: int) 
     elif isinstance(position_bias, Tensor):
         terms.append(PairBias(position_bias, q_start))
     elif position_bias is not None and not isinstance(position_bias, _NoBias):
-        raise NotImplementedError(f"position_bias: wanted a tensor, got {type(position_bias).__name__}")
+        raise _refuse(module, f"position_bias: wanted a tensor, got {_kind(position_bias)}")
     if isinstance(mask, Tensor):
         added = mask[..., :k_len]
         if added.dtype != torch.bool:
