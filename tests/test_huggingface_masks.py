@@ -81,3 +81,33 @@ def test_padding_that_hides_nothing_is_left_out():
 def test_an_offset_that_is_a_tensor():
     mask = make_mask(1, 1, 9, q_offset=torch.tensor(4), mask_function=masks.causal_mask_function)
     assert mask.q_start == 4
+
+
+def test_a_model_may_compute_with_its_mask():
+    """Those that do failed: 'Mask' object has no attribute 'dtype', is not subscriptable, and so on."""
+    given = {"batch_size": BATCH, "q_length": 4, "kv_length": 20, "q_offset": 16}
+    given |= {"mask_function": FUNCTIONS["sliding"], "attention_mask": PADDING, "dtype": torch.float32}
+    mask, truth = make_mask(**given), masks.eager_mask(**given)
+    scores = torch.randn(BATCH, 2, 4, 20)
+    for got, wanted in (
+        (scores + mask, scores + truth),
+        (mask + scores, scores + truth),
+        (mask[:, 0, 1:], truth[:, 0, 1:]),
+        (mask == 0, truth == 0),
+        (-mask, -truth),
+        (torch.cat([mask, scores[:, :1]], dim=-1), torch.cat([truth, scores[:, :1]], dim=-1)),
+        (torch.where(mask < 0, 1, 0), torch.where(truth < 0, 1, 0)),
+        (scores.masked_fill(mask != 0, 3), scores.masked_fill(truth != 0, 3)),
+        (mask.to(torch.float64), truth.double()),
+        (mask.expand(-1, 2, -1, -1), truth.expand(-1, 2, -1, -1)),
+    ):
+        assert type(got) is torch.Tensor and torch.equal(got, wanted)
+    assert mask.dtype == torch.float32 and mask.dim() == mask.ndim == 4 and mask.shape == truth.shape
+    with pytest.raises(AttributeError, match="'Mask' object has no attribute 'relations'"):
+        _ = mask.relations
+
+
+def test_a_mask_that_is_only_moved_stays_one():
+    mask = make_mask(1, 4, 4, mask_function=masks.causal_mask_function)
+    assert mask.contiguous() is mask
+    assert mask.to("cpu") is mask and mask.to(torch.device("cpu"), non_blocking=True) is mask

@@ -37,7 +37,7 @@ _IGNORED = frozenset(
     (
         *("cache_position", "is_causal", "num_items_in_batch", "output_hidden_states", "past_key_values"),
         *("position_embeddings", "position_ids", "return_dict", "sliding_window", "use_cache"),
-        *("output_router_logits", "deterministic", "output_attentions"),
+        *("output_router_logits", "deterministic", "output_attentions", "logits_to_keep"),
     )
 )
 # Names of attention that looks at other tokens than its own.
@@ -107,7 +107,9 @@ def set_relation(
         model: an attached model, or a part of it.
         relation: for every layer, or a function from a layer's number; None takes it away. In place of a
             relation, :class:`NearestKeys`.
-        cross: of the attention from a decoder to an encoder, not of that among a layer's own tokens.
+        cross: of the attention from a decoder to an encoder, not of that among a layer's own tokens. There
+            queries count from the first of each call: generate with ``use_cache=False``, or take
+            :class:`NearestKeys`, which has no positions.
 
     Raises:
         TypeError: if it is neither.

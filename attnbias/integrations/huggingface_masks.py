@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import CodeType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,10 +72,11 @@ class Mask:
         """The keys of a single query, the other relation's too: booleans for [B, H, 1, K]; None = all."""
         at = id(other), query.shape[1], key.shape[2]
         if at not in self._rows:
-            row = self._row_of(self.relation, 0, query, key) if self._call is None else self._own_row()
-            if other is not None:
-                also = self._row_of(other, self.offset, query, key)
-                row = also if row is None else row if also is None else row & also
+            if other is None:
+                row = self._row_of(self.relation, 0, query, key) if self._call is None else self._own_row()
+            else:
+                own, row = self.row(None, query, key), self._row_of(other, self.offset, query, key)
+                row = own if row is None else row if own is None else own & row
             self._rows[at] = other, row
         return self._rows[at][1]
 
@@ -84,7 +85,8 @@ class Mask:
         from transformers.masking_utils import sdpa_mask
 
         assert self._call is not None
-        return cast("Tensor | None", sdpa_mask(**self._call))
+        row: Tensor | None = sdpa_mask(**self._call)
+        return row
 
     def _row_of(self, relation: Relation, offset: int, query: Tensor, key: Tensor) -> Tensor | None:
         B, H = query.shape[:2]
@@ -97,8 +99,7 @@ class Mask:
     @property
     def shape(self) -> torch.Size:
         """[B, 1, Q, K]."""
-        if self._call is None or self.lengths is None:
-            raise AttributeError("shape: wanted a mask made for transformers")
+        assert self._call is not None and self.lengths is not None
         return torch.Size((self._call["batch_size"], 1, *self.lengths))
 
     def to(self, *args: Any, **options: Any) -> Mask | Tensor:
@@ -115,8 +116,7 @@ class Mask:
         """The mask as ``eager`` has it: 0, or the least of numbers where a pair is hidden."""
         from transformers.masking_utils import eager_mask
 
-        if self._call is None:
-            raise TypeError("attention_mask: wanted one made for transformers, which has numbers")
+        assert self._call is not None
         if self._numbers is None:
             self._numbers = eager_mask(**(self._call | {"allow_is_bidirectional_skip": False}))
         return self._numbers
