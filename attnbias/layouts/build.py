@@ -175,7 +175,8 @@ def _lighter(
             kept |= pairs > KEYS_LISTED * rows
         if isinstance(form, Edges):
             kept[tile_rows(form.row[form.repeated], form.q_len, size)] = False
-        total = float(np.where(kept, as_tiles, as_edges).sum())
+        # Whole numbers are summed, so that rounding does not choose between sizes that are the same work.
+        total = float(work[kept].sum()) * costs.tile[size] + int(pairs[~kept].sum()) * costs.edge
         if best is None or total < best[0]:
             best = total, tiling, kept, float(pairs.sum())
     assert best is not None
