@@ -82,10 +82,8 @@ class Coarsener {
     for (int64_t i = form_.ptr[row]; i < form_.ptr[row + 1]; i++) {
       const int64_t start = form_.start[i], stop = form_.stop[i];
       append(touched_, touched, {made_.down(start), made_.up(stop)});
-      const int64_t low = made_.up(start), high = whole(stop);
-      if (low >= high) continue;
-      append(spoilt_, spoilt, {reached, low});
-      reached = high;
+      append(spoilt_, spoilt, {reached, made_.up(start)});
+      reached = whole(stop);
     }
     append(spoilt_, spoilt, {reached, made_.k_tiles});
   }

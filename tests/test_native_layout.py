@@ -25,7 +25,8 @@ if isinstance(open_library(), str):
     pytest.skip(str(open_library()), allow_module_level=True)
 
 FORMS: list[Form] = ["auto", "tiles", "edges"]
-COSTS = [CPU_COSTS, GPU_COSTS[80]]
+EVEN = Costs(tile={128: 1.0, 64: 1.0}, edge=1.0, run=None)  # a full tile is the same work as its edges
+COSTS = [CPU_COSTS, GPU_COSTS[80], EVEN]
 lengths = st.sampled_from([0, 1, 63, 64, 65, 97, 127, 128, 129, 300])
 
 
@@ -89,7 +90,7 @@ def documents(batch: int, length: int) -> ab.Documents:
 
 
 @pytest.mark.parametrize("tile", [None, 64, 128])
-@pytest.mark.parametrize("costs", COSTS, ids=["cpu", "gpu"])
+@pytest.mark.parametrize("costs", COSTS, ids=["cpu", "gpu", "even"])
 @pytest.mark.parametrize("length", [640, 701])
 def test_it_is_the_layout_of_numpy_in_longer_sequences(length, costs, tile):
     for relation in (
@@ -115,6 +116,25 @@ def test_it_is_the_layout_of_numpy_for_scattered_ranges(q_len, k_len, share):
         for tile in (None, 64, 128):
             for costs in COSTS:
                 assert_same(Bound(ranges), form, tile, costs)
+
+
+@pytest.mark.parametrize("k_len", [100, 128, 193])
+def test_it_is_the_layout_of_numpy_where_few_rows_end_early(k_len):
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        start = rng.choice([0, 1, 64], (2, 200), p=[0.96, 0.02, 0.02])
+        stop = rng.choice([k_len, k_len - 1, 64], (2, 200), p=[0.96, 0.02, 0.02])
+        ranges = Intervals.one_per_row(200, k_len, start, stop)
+        for tile in (64, 128):
+            assert_same(Bound(ranges), "tiles", tile, CPU_COSTS)
+
+
+@pytest.mark.parametrize("keys", [KEYS_LISTED, KEYS_LISTED + 1])
+def test_it_is_the_layout_of_numpy_where_lists_become_too_long(keys):
+    row, key = np.divmod(np.arange(70 * keys), keys)
+    ranges = Intervals.empty(70, 8 * keys, np.zeros((1, 1), np.int64)).from_ranges(row, 8 * key, 8 * key + 1)
+    layout = assert_same(Bound(ranges), "auto", None, CPU_COSTS)
+    assert (layout.edges > 0) == (keys <= KEYS_LISTED)
 
 
 def test_it_is_the_layout_of_numpy_beyond_one_step():
@@ -143,20 +163,21 @@ def test_numpy_builds_where_the_library_cannot(library, monkeypatch):
 @pytest.mark.parametrize(
     ("ptr", "start", "stop"),
     [
-        ([0, 1, 2], [0, -1], [5, 3]),
-        ([0, 1, 2], [0, 0], [5, 8]),
-        ([0, 1, 2], [0, 3], [5, 3]),
-        ([0, 2, 2], [0, 4], [5, 7]),
-        ([0, 2, 2], [5, 0], [7, 2]),
-        ([1, 1, 2], [0, 0], [5, 5]),
-        ([0, 1, 1], [0, 0], [5, 5]),
-        ([0, 3, 2], [0, 0], [5, 5]),
+        ([0, 1, 2, 2], [0, -1], [5, 3]),
+        ([0, 1, 2, 2], [0, 0], [5, 8]),
+        ([0, 1, 2, 2], [0, 3], [5, 3]),
+        ([0, 2, 2, 2], [0, 4], [5, 7]),
+        ([0, 2, 2, 2], [5, 0], [7, 2]),
+        ([1, 1, 2, 2], [0, 0], [5, 5]),
+        ([0, 1, 1, 1], [0, 0], [5, 5]),
+        ([0, 3, 2, 2], [0, 0], [5, 5]),
+        ([0, 2, 1, 2], [0, 3], [2, 5]),
         ([0, 1], [0], [5]),
-        ([0, 1, 2], [0, 0], [5]),
+        ([0, 1, 2, 2], [0, 0], [5]),
     ],
 )
 def test_ranges_that_break_the_rules_are_refused(ptr, start, stop):
-    ranges = Intervals(2, 7, np.zeros((1, 1), np.int64), *map(np.array, (ptr, start, stop)))
+    ranges = Intervals(3, 7, np.zeros((1, 1), np.int64), *map(np.array, (ptr, start, stop)))
     with pytest.raises(ValueError, match="relation: wanted ranges that increase in each row"):
         lay_out(ranges)
 
