@@ -54,7 +54,7 @@ sanitize: setup
 	OMP_NUM_THREADS=1 ATTNBIAS_CPU_LIBRARY=$(SANITIZED)/attnbias/libattnbias.so \
 	  LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 	  $(RUN) -m pytest -n $(WORKERS) -p no:benchmark -m "not slow" tests/test_cpu.py tests/test_cpu_edges.py \
-	  tests/test_cpu_sort.py tests/test_cpu_terms.py tests/test_dropout.py $(ARGS)
+	  tests/test_cpu_sort.py tests/test_cpu_terms.py tests/test_dropout.py tests/test_native_layout.py $(ARGS)
 
 bench: setup
 	$(RUN) -m attnbias bench $(ARGS)

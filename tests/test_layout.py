@@ -293,3 +293,10 @@ def test_costs_follow_the_device(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert costs_of(torch.device("cuda", 0)).tile[64] == cost
     assert costs_of(torch.device("cpu")).run is not None
+
+
+@pytest.mark.parametrize(("before", "length"), [(20, 500), (30, 3000)])
+def test_sizes_that_are_the_same_work_give_the_larger_tile(before, length):
+    """All pairs are edges with either size, and the rounding of two sums used to choose the smaller."""
+    layout = ab.Layout.build(ab.Window(before=before), length, length)
+    assert (layout.tiles, layout.tile) == (0, 128)

@@ -17,6 +17,7 @@ from .edges import Edges
 from .intervals import Intervals, Ints, count_groups, pointer
 from .layout import SIZES, Form, Layout, empty_layout, field_shapes
 from .levels import add_levels
+from .native import lay_out_ranges
 from .predicate import Predicate
 from .tiles import (
     Tiling,
@@ -38,6 +39,8 @@ ExactForm = Intervals | Edges | Predicate
 
 # Ranges and predicates become edges only in rows that are short: a list takes 20 bytes a pair, tiles do not.
 KEYS_LISTED = 256
+
+TILES = (128, 64)  # sizes to try; the larger is taken when both are the same work
 
 
 def build_layout(
@@ -77,11 +80,28 @@ def build_layout(
     bound = relation.bind(q_len, k_len, start, batch=batch, heads=heads, device=str(device))
     if form == "tiles" and bound.edges is not None:
         bound = _without_edges(relation, bound, start)
-    tiling, edges = _choose(bound, form, tile, costs_of(device))
-    layout = _assemble(tiling, edges, bound.group, start)
+    layout = _lay_out(bound, form, tile, costs_of(device), start)
     if score is not None:
         layout = add_levels(layout, score.bind(q_len, k_len, start))
     return layout.trust().to(device)
+
+
+def _lay_out(bound: Bound, form: Form, tile: int | None, costs: Costs, q_start: int) -> Layout:
+    """Choose, then list: ranges in C++ where the library is there, all else with NumPy."""
+    if isinstance(bound.solid, Intervals) and bound.edges is None:
+        sizes = (tile,) if tile else TILES
+        made = lay_out_ranges(
+            bound.solid, q_start=q_start, form=form, sizes=sizes, costs=costs, most_listed=KEYS_LISTED
+        )
+        if made is not None:
+            return made
+    return lay_out_with_numpy(bound, form, tile, costs, q_start)
+
+
+def lay_out_with_numpy(bound: Bound, form: Form, tile: int | None, costs: Costs, q_start: int) -> Layout:
+    """Build the layout of any bound relation; the specification of :func:`lay_out_ranges`."""
+    tiling, edges = _choose(bound, form, tile, costs)
+    return _assemble(tiling, edges, bound.group, q_start)
 
 
 def _without_edges(relation: Relation, bound: Bound, q_start: int) -> Bound:
@@ -149,7 +169,7 @@ def _lighter(
     """The better tile size, and which tile rows are less work as tiles than as edges."""
     best: tuple[float, Tiling, NDArray[np.bool_], float] | None = None
     # A predicate is evaluated pair by pair, so only one size is tried.
-    sizes = (tile,) if tile else (128,) if isinstance(form, Predicate) else (128, 64)
+    sizes = (tile,) if tile else (128,) if isinstance(form, Predicate) else TILES
     for size in sizes:
         if best is not None and best[0] <= best[3] * costs.tile[size]:
             break  # not even tiles without waste would be less work
@@ -175,7 +195,8 @@ def _lighter(
             kept |= pairs > KEYS_LISTED * rows
         if isinstance(form, Edges):
             kept[tile_rows(form.row[form.repeated], form.q_len, size)] = False
-        total = float(np.where(kept, as_tiles, as_edges).sum())
+        # Whole numbers are summed, so that rounding does not choose between sizes that are the same work.
+        total = float(work[kept].sum()) * costs.tile[size] + int(pairs[~kept].sum()) * costs.edge
         if best is None or total < best[0]:
             best = total, tiling, kept, float(pairs.sum())
     assert best is not None

@@ -48,7 +48,7 @@ def sort_edges(row: NDArray[Any], key: NDArray[Any], groups: int, q_len: int, k_
     sizes = (groups * q_len + 1, edges, edges, groups * k_len + 1, edges, edges)
     lists = EdgeLists(*(np.empty(size, np.int32) for size in sizes))
     wide = int(row.dtype == np.int64)
-    call = _Edges(_address(row), _address(key), wide, edges, groups, q_len, k_len, *map(_address, lists))
+    call = _Edges(address(row), address(key), wide, edges, groups, q_len, k_len, *map(address, lists))
     status = library.ab_sort_edges(ctypes.byref(call))
     if status == _RANGE:
         raise ValueError(f"edges: wanted rows below {groups * q_len} and keys below {k_len}, got others")
@@ -57,5 +57,6 @@ def sort_edges(row: NDArray[Any], key: NDArray[Any], groups: int, q_len: int, k_
     return lists
 
 
-def _address(array: NDArray[Any]) -> int:
+def address(array: NDArray[Any]) -> int:
+    """Return where an array is in memory."""
     return int(array.__array_interface__["data"][0])
