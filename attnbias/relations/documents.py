@@ -133,6 +133,8 @@ def distinct_rows(*tables: Tensor) -> tuple[Ints, Ints]:
     """Tables [L] or [B, L] joined row by row on the host, equal rows held once; and the row of each batch."""
     host = [np.atleast_2d(table.cpu().numpy()) for table in tables]
     batch = max(len(table) for table in host)
+    if batch == 1:
+        return np.concatenate(host, 1), np.zeros(1, np.int64)
     joined = np.concatenate([np.broadcast_to(x, (batch, x.shape[1])) for x in host], 1)
     first: dict[bytes, int] = {}  # np.unique(axis=0) takes a hundred times as long
     group = np.array([first.setdefault(row.tobytes(), len(first)) for row in joined])
@@ -149,7 +151,7 @@ def _number(ids: Ints) -> Ints:
     if values[0] < -1:
         raise ValueError(f"ids: wanted -1 (padding) or more, got {int(values[0])}")
     number -= values[0] == -1
-    return np.repeat(number, np.diff(first, append=len(flat))).reshape(ids.shape)
+    return np.repeat(number, _run_lengths(first, len(flat))).reshape(ids.shape)
 
 
 def _run_starts(flat: Ints) -> Ints:
@@ -157,6 +159,14 @@ def _run_starts(flat: Ints) -> Ints:
     fresh = np.ones(len(flat), bool)
     np.not_equal(flat[1:], flat[:-1], out=fresh[1:])
     return np.flatnonzero(fresh)
+
+
+def _run_lengths(first: Ints, end: int) -> Ints:
+    """How long the runs are that begin at ``first``, the last one ending at ``end``."""
+    lengths: Ints = np.empty_like(first)
+    np.subtract(first[1:], first[:-1], out=lengths[:-1])
+    lengths[-1:] = end - first[-1:]
+    return lengths
 
 
 def _ids_from_offsets(name: str, offsets: Tensor) -> Tensor:
@@ -177,7 +187,7 @@ def _runs_of_rows(q_ids: Ints, k_ids: Ints) -> tuple[Ints, Ints, Ints] | None:
     known = of_key[place][order]
     # Looked up once for each run of queries.
     begin = _run_starts(of_query)
-    asked, repeats = of_query[begin], np.diff(begin, append=len(of_query))
+    asked, repeats = of_query[begin], _run_lengths(begin, len(of_query))
     first = np.searchsorted(known, asked)
     size = np.searchsorted(known, asked, side="right") - first
     size[q_ids.reshape(-1)[begin] < 0] = 0
@@ -186,7 +196,7 @@ def _runs_of_rows(q_ids: Ints, k_ids: Ints) -> tuple[Ints, Ints, Ints] | None:
     ptr = pointer(np.repeat(size, repeats))
     picked = order[np.arange(ptr[-1]) + np.repeat(np.repeat(first, repeats) - ptr[:-1], np.diff(ptr))]
     start = place % max(k_ids.shape[1], 1)
-    stop = start + np.diff(place, append=len(of_key))
+    stop = start + _run_lengths(place, len(of_key))
     return ptr, start[picked], stop[picked]
 
 
