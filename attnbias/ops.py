@@ -45,6 +45,8 @@ _library.define(
     f"backward({_ARGUMENTS}, Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, "
     "bool[] needs) -> Tensor[]"
 )
+# How operations are dispatched outside of an op.
+_ORDINARY = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 _forward_op = torch.ops.attnbias.forward.default
 _backward_op = torch.ops.attnbias.backward.default
 
@@ -283,16 +285,17 @@ def _prepare(
         form, _, text = wanted.partition("\n")
         relation = restore(text, tensors)
         B, H, Q, _ = query.shape
-        layout = relation.layout(
-            Q,
-            key.shape[2],
-            q_start=q_start,
-            device=query.device,
-            form=cast("Form", form),
-            batch=B,
-            heads=H,
-            score=score if isinstance(score, MultiLevel) else None,
-        )
+        with torch._C._ForceDispatchKeyGuard(*_ORDINARY):  # a function may need what is above
+            layout = relation.layout(
+                Q,
+                key.shape[2],
+                q_start=q_start,
+                device=query.device,
+                form=cast("Form", form),
+                batch=B,
+                heads=H,
+                score=score if isinstance(score, MultiLevel) else None,
+            )
     else:
         layout = Layout(*tensors)
     call = Call(query, key, value, layout, tuple(terms), sink, seed, scale, softcap, dropout_p, words)

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import attnbias as ab
 from attnbias.integrations import pyg
-from attnbias.relations import recipe
 from attnbias.testing import make_inputs
 
 
@@ -69,6 +69,7 @@ def graph_of(count):
 
 WINDOW = ab.Causal() & ab.Window(before=5)
 DOCUMENTS = ab.Documents(torch.arange(100) // 9)
+MASK = torch.rand(100, 100, generator=torch.Generator().manual_seed(0)) < 0.2
 
 
 @pytest.mark.parametrize("kind", ["relation", "layout"])
@@ -272,14 +273,51 @@ def test_a_relation_may_be_dropped_before_backward(make):
 
 
 def test_relations_of_a_compiled_call_are_freed():
-    """What the op keeps of a relation goes with the relation."""
+    """The op keeps nothing of a relation that its caller holds."""
     compiled, _ = counted(ab.attention)
     inputs = [x.detach() for x in leaves(100)]
-    kept = len(recipe._restored)
-    for seed in range(3):
-        compiled(*inputs, new_documents(seed) & ab.Where(lambda q, k: q >= k))
+    relations = [new_documents(seed) & ab.Where(lambda q, k: q >= k) for seed in range(3)]
+    for relation in relations:
+        compiled(*inputs, relation)
+    watched = [weakref.ref(part) for relation in relations for part in (relation, *relation.parts)]
+    del relations, relation
     gc.collect()
-    assert len(recipe._restored) == kept
+    assert not any(ref() for ref in watched)
+
+
+def test_memory_that_a_program_uses_twice_holds_two_relations():
+    """Inductor writes other ids into the same tensor, which PyTorch does not count as a change."""
+    ids = torch.arange(33)
+
+    def call(x):
+        for period in (2, 3):
+            x = ab.attention(x, x, x, ab.Documents((ids + (x.sum() > 1e9)) % period))
+        return x
+
+    x = torch.randn(1, 1, 33, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(call)(x), call(x))
+
+
+def test_a_new_function_beside_the_same_documents_is_not_taken_for_an_old_one():
+    """A handle at the address of a freed one was taken for it."""
+    compiled, _ = counted(ab.attention)
+    documents, inputs = new_documents(0), [x.detach() for x in leaves(100)]
+    for step in range(50):
+        relation = documents & ab.Where(lambda q, k, n=step % 9 + 2: (q + k) % n == 0)
+        assert torch.equal(compiled(*inputs, relation), ab.attention(*inputs, relation)), step
+
+
+def test_functions_of_several_calls_live_until_backward():
+    compiled, _ = counted(ab.attention)
+    q, k, v = leaves(100)
+    documents, grads = new_documents(0), []
+    for function in (compiled, ab.attention):
+        later = function(q, k, v, documents & ab.Where(lambda q, k: q >= k))
+        earlier = function(q, k, v, documents & ab.Where(lambda q, k: MASK[q][k]))
+        grads.append(torch.autograd.grad((later + earlier).sin().sum(), (q, k, v)))
+    for mine, given in zip(*grads, strict=True):
+        assert torch.equal(mine, given)
 
 
 def test_with_a_relation_in_a_module_a_new_one_compiles_once():

@@ -140,7 +140,9 @@ def call_op(tensors, text):
 
 def test_a_function_of_another_process_is_refused_when_the_op_runs():
     text, (handle,), _ = ab.Where(lambda q, k: q >= k).recipe
-    for gone in (handle, handle + torch.tensor([1, 0])):
+    dead, foreign = handle.clone(), handle + torch.tensor([1, 0])
+    del handle
+    for gone in (dead, foreign):
         with pytest.raises(ValueError, match="is gone or in another process; pass a layout instead"):
             call_op([gone], text)
 

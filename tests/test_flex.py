@@ -69,7 +69,15 @@ def shaped(b, h, q, k):
     return torch.full(q.shape, True) & (q >= k)
 
 
+def in_place(b, h, q, k):
+    k += 1
+    return q >= k
+
+
 MASK_MODS = {
+    "scalar of another type": lambda b, h, q, k: q.to(torch.int8) * torch.tensor(100) > k,
+    "half and a scalar": lambda b, h, q, k: q.half() / torch.tensor(3.0) == k.float() / torch.tensor(3.0),
+    "in place": in_place,
     "causal": lambda b, h, q, k: q >= k,
     "documents": lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k),
     "documents of a batch": lambda b, h, q, k: BATCH_IDS[b, q] == BATCH_IDS[b, k],
@@ -111,6 +119,20 @@ def test_a_mask_mod_gives_flex_attentions_mask(mask_mod):
 def test_batches_and_heads_are_told_apart_only_if_the_function_reads_them(name, expected):
     layout = ab.Where(MASK_MODS[name]).layout(LENGTH, LENGTH, batch=2, heads=3)
     assert (layout.batch, layout.heads) == expected
+
+
+def test_a_function_that_writes_into_its_arguments_writes_into_no_others():
+    relation = ab.Where(in_place) & ab.Documents([0] * 9)
+    want = create_mask(in_place, 1, 1, 9, 9, device="cpu")[0, 0]
+    assert torch.equal(relation.dense(9, 9, batch=1, heads=1), want)
+    heads = ab.PerHead([ab.Where(in_place), ab.Window(before=1)])
+    assert torch.equal(heads.dense(9, 9, batch=1)[0, 1], ab.Window(before=1).dense(9, 9))
+
+
+def test_a_function_need_not_be_defined_at_0():
+    table = torch.rand(4, 12) < 0.5
+    relation = ab.Where(lambda b, h, q, k: table[q - 8][k])
+    assert torch.equal(relation.dense(4, 12, 8, batch=1, heads=1), table)
 
 
 def test_the_sizes_that_a_function_reads_must_be_given():

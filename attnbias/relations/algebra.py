@@ -42,11 +42,11 @@ def _combine(
     kept: list[Relation] = []
     for part in parts:
         for each in part.parts if isinstance(part, kind) else (part,):
-            place = next((i for i, other in enumerate(kept) if _merge(each, other)), None)
+            place = next((i for i, other in enumerate(kept) if _are_one(each, other)), None)
             if place is None:
                 kept.append(each)
-            elif isinstance(each, Causal | Window):
-                both = zip(cast(Window, kept[place]).band, each.band, strict=True)
+            elif type(each) in _WINDOWS:
+                both = zip(cast(Window, kept[place]).band, cast(Window, each).band, strict=True)
                 kept[place] = window_of(*(pick(mine, other) for mine, other in both))
     kept = [each for each in kept if not isinstance(each, neutral)]
     if not kept:
@@ -54,11 +54,14 @@ def _combine(
     return kept[0] if len(kept) == 1 else kind(tuple(kept))
 
 
-def _merge(a: Relation, b: Relation) -> bool:
+_WINDOWS = (Causal, Window)  # themselves: a subclass may relate other pairs
+
+
+def _are_one(a: Relation, b: Relation) -> bool:
     """Whether two parts are one: both windows, or equal without a look at their data."""
-    if isinstance(a, Causal | Window):
+    if type(a) in _WINDOWS:
         # Windows all hold the diagonal, so their union is one window as well.
-        return isinstance(b, Causal | Window)
+        return type(b) in _WINDOWS
     data = zip(a.recipe.data, b.recipe.data, strict=False)
     return a.recipe.text == b.recipe.text and all(x is y for x, y in data)
 

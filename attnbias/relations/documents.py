@@ -132,7 +132,9 @@ def look_up(table: Tensor, position: Tensor, b: Tensor | None, outside: int) -> 
 def distinct_rows(*tables: Tensor) -> tuple[Ints, Ints]:
     """Tables [L] or [B, L] joined row by row on the host, equal rows held once; and the row of each batch."""
     host = [np.atleast_2d(table.cpu().numpy()) for table in tables]
-    batch = max(len(table) for table in host)
+    batch = max(len(table) for table in host) if all(map(len, host)) else 0
+    if batch == 0:
+        return np.full((1, sum(x.shape[1] for x in host)), -1, np.int64), np.zeros(1, np.int64)
     if batch == 1:
         return np.concatenate(host, 1), np.zeros(1, np.int64)
     joined = np.concatenate([np.broadcast_to(x, (batch, x.shape[1])) for x in host], 1)

@@ -79,7 +79,10 @@ class _Watch(TorchDispatchMode):
             return self.has(args[place]) and not self.has(whole) and whole.dim() < 2
         if torch.Tag.pointwise not in func.tags and func not in _ELEMENTWISE:
             return False
-        return not func._schema.is_mutable and all(self.has(x) or x.dim() == 0 for x in tensors)
+        # A scalar of another dtype decides the result's among scalars, and not beside a tensor.
+        dtypes = {x.dtype for x in tensors if self.has(x)}
+        scalars = [x for x in tensors if not self.has(x)]
+        return not func._schema.is_mutable and all(x.dim() == 0 and x.dtype in dtypes for x in scalars)
 
 
 def is_elementwise(function: Callable[..., Any], count: int, device: torch.device) -> bool:
@@ -106,11 +109,14 @@ def reads_index(function: Callable[..., Any], place: int, count: int, device: to
         nonlocal found
         given = [zero] * count
         given[place] = index
-        result = function(*given)
+        result = function(*(x.clone() for x in given))
         found = isinstance(result, Tensor) and torch._C._functorch.is_batchedtensor(result)
         return result
 
-    _run(torch.vmap(call), zero.expand(2))
+    try:
+        torch.vmap(call)(zero.expand(2))
+    except Exception:  # it may not be defined at 0
+        return True
     return found
 
 
@@ -125,7 +131,10 @@ def map_pairs(function: Callable[..., Any], *indices: Tensor) -> Tensor:
         return torch.zeros(shape, dtype=torch.bool, device=indices[0].device)
     padded = [x.reshape((1,) * (len(shape) - x.dim()) + x.shape) for x in indices]
     axes = [axis for axis, size in enumerate(shape) if size > 1]
-    mapped = function
+
+    def mapped(*given: Tensor) -> Any:
+        return function(*(x.clone() for x in given))  # which may write into them
+
     for axis in reversed(axes):
         chunk = max(1, _PAIRS_AT_ONCE * shape[axis] // shape.numel()) if axis == axes[0] else None
         over = tuple(0 if x.shape[axis] > 1 else None for x in padded)

@@ -17,7 +17,7 @@ from ..layouts.intervals import Intervals, Ints, pointer
 from ..layouts.predicate import Predicate
 from .patterns import RANGES_PER_ROW
 from .pointwise import is_elementwise, map_pairs, reads_index
-from .relation import Relation
+from .relation import Relation, hashable
 
 MOST_LISTED = 0.37  # share of a mask up to which its pairs are listed: denser ones are quicker as tiles
 
@@ -96,7 +96,7 @@ class Where(Relation):
         return known
 
     def _content(self) -> Any:
-        return Where, self.fn
+        return Where, hashable(self.fn)
 
     def __repr__(self) -> str:
         return f"Where(<{getattr(self.fn, '__qualname__', type(self.fn).__name__)}>)"

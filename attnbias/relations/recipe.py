@@ -8,10 +8,10 @@ every relation of the same text, and an exported one holds the tensors as consta
 from __future__ import annotations
 
 import ast
-import copy
 import itertools
 import math
 import secrets
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -19,15 +19,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 LONGEST_TUPLE = 64  # integers; a longer one goes into a tensor, because each call compares the text
+RESTORED = 4  # relations kept by content, for the layers and passes of one step
 
 _classes: dict[str, type] = {}
 _numbers = itertools.count()
 _process = secrets.randbits(62)  # a handle is good in the process that made it, and in its forks
-_held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_restored: Any = WeakTensorKeyDictionary()
+_held: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
+_living: weakref.WeakValueDictionary[tuple[object, ...], Any] = weakref.WeakValueDictionary()
+_restored: list[tuple[str, list[Tensor], Any]] = []
+_lock = threading.Lock()
 
 
 class Recipe(NamedTuple):
@@ -35,9 +37,14 @@ class Recipe(NamedTuple):
 
     text: str
     data: tuple[Tensor, ...]
-    is_portable: (
-        bool  # False: it holds a Python object, such as a function, and means something in this process only
-    )
+    is_portable: bool  # False: it names a class or an object, such as a function, of this process only
+
+
+class _Held:
+    """The fields of a relation that cannot be written; lives as long as the tensor that names it."""
+
+    def __init__(self, relation: Any) -> None:
+        self.cls, self.state = type(relation), relation.__getstate__()
 
 
 def register(cls: type, name: str) -> str:
@@ -57,22 +64,33 @@ def registered_classes() -> list[type]:
 def write(relation: Any, name: str, fields: Sequence[object]) -> Recipe:
     """Write the recipe of a relation of the class registered as ``name``."""
     data: list[Tensor] = []
-    portable: list[bool] = []
+    # Another process may give the name of a class that was made in a function, or twice, to another class.
+    portable = ["<locals>" not in name and "~" not in name]
     texts = [_write(value, data, portable) for value in fields]
     if None in texts:
-        return Recipe("{'': (...,)}", (_handle(relation),), False)
-    return Recipe("{" + f"{name!r}: {_tuple(texts)}" + "}", tuple(data), all(portable))
+        made = Recipe("{'': (...,)}", (_handle(relation),), False)
+    else:
+        made = Recipe("{" + f"{name!r}: {_tuple(texts)}" + "}", tuple(data), all(portable))
+    if made.data and not torch.compiler.is_compiling():
+        _living[_key(made.text, made.data)] = relation
+    return made
+
+
+def _key(text: str, data: Sequence[Tensor]) -> tuple[object, ...]:
+    """Identify a living relation, whose tensors live as long."""
+    return text, *map(id, data)
 
 
 def _write(value: Any, data: list[Tensor], portable: list[bool]) -> str | None:
     """Return a field as text, what it holds added to the lists; None if it cannot be written."""
-    if value is None or isinstance(value, (bool, int, str)):
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
         return repr(value)
     if isinstance(value, Tensor):
         data.append(value)
         return "..."
-    if isinstance(value, tuple):
-        if len(value) > LONGEST_TUPLE and all(isinstance(x, int) for x in value):
+    if kind is tuple:
+        if len(value) > LONGEST_TUPLE and all(type(x) is int and abs(x) < 1 << 62 for x in value):
             data.append(torch.tensor(value, dtype=torch.int64, device="cpu"))
             return "[...]"
         texts = [_write(x, data, portable) for x in value]
@@ -81,7 +99,7 @@ def _write(value: Any, data: list[Tensor], portable: list[bool]) -> str | None:
         data.extend(value.recipe.data)
         portable.append(value.recipe.is_portable)
         return str(value.recipe.text)
-    return repr(value) if isinstance(value, float) and math.isfinite(value) else None
+    return repr(value) if kind is float and math.isfinite(value) else None
 
 
 def _tuple(texts: list[Any]) -> str:
@@ -89,28 +107,44 @@ def _tuple(texts: list[Any]) -> str:
 
 
 def _handle(relation: Any) -> Tensor:
-    """Return a tensor that names a living relation."""
-    number = next(_numbers)
-    _held[number] = relation
-    return torch.tensor([_process, number], dtype=torch.int64, device="cpu")
+    """Return a tensor that names what a relation holds."""
+    number, held = next(_numbers), _Held(relation)
+    _held[number] = held
+    handle = torch.tensor([_process, number], dtype=torch.int64, device="cpu")
+    handle._attnbias_held = held  # type: ignore[attr-defined]  # a saved handle keeps it for the backward pass
+    return handle
 
 
 def restore(text: str, data: Sequence[Tensor]) -> Any:
-    """Return the relation of a recipe; the same one, with its layouts, while the tensors live unchanged.
+    """Return the relation of a recipe: the living one if there is one, so that its layouts are shared.
+
+    Tensors that a program made itself are compared by what they hold: a program may write into the memory
+    of one tensor more than once without PyTorch counting it.
 
     Raises:
         ValueError: if it names a class that is not defined here, or an object of another process.
     """
     if not data:
         return _restore_plain(text)
-    kept = _restored.setdefault(data[0], {})
-    state = [(x.data_ptr(), x.shape, x.stride(), 0 if x.is_inference() else x._version) for x in data]
-    found = kept.get(text)
-    if found is None or found[0] != state:
-        # Aliases: a relation that held data[0] itself would keep its own entry alive for ever.
-        found = state, _build(ast.literal_eval(text), iter([x.detach() for x in data]))
-        kept[text] = found
-    return found[1]
+    living = _living.get(_key(text, data))
+    if living is not None:
+        return living
+    with _lock:
+        for place, (known, tensors, relation) in enumerate(_restored):
+            if known == text and all(map(_equal, tensors, data)):
+                _restored.insert(0, _restored.pop(place))
+                return relation
+    with torch.inference_mode(False):  # what is kept is used in training, too
+        tensors = [x.detach().clone() for x in data]
+    relation = _build(ast.literal_eval(text), iter(tensors))
+    with _lock:
+        _restored.insert(0, (text, tensors, relation))
+        del _restored[RESTORED:]
+    return relation
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.device == b.device and a.dtype == b.dtype and torch.equal(a, b)
 
 
 @lru_cache(maxsize=1024)
@@ -123,7 +157,7 @@ def _build(node: Any, data: Iterator[Tensor]) -> Any:
         case dict():
             [(name, fields)] = node.items()
             values = [_build(field, data) for field in fields]
-            return _copy_held(*values) if name == "" else _make(name, values)
+            return _make_held(*values) if name == "" else _make(name, values)
         case tuple():
             return tuple(_build(part, data) for part in node)
         case list():
@@ -143,13 +177,14 @@ def _make(name: str, values: list[Any]) -> Any:
     return made
 
 
-def _copy_held(handle: Tensor) -> Any:
+def _make_held(handle: Tensor) -> Any:
     process, number = handle.tolist()
-    found = _held.get(number) if process == _process else None
-    if found is None:
+    held = _held.get(number) if process == _process else None
+    if held is None:
         raise ValueError(
             "relation: it holds a Python function or object, which is gone or in another process; "
             "pass a layout instead, relation.layout(q_len, k_len)"
         )
-    # A copy, because the relation itself holds the handle; see restore.
-    return copy.copy(found)
+    made = held.cls.__new__(held.cls)
+    made.__setstate__(held.state)
+    return made

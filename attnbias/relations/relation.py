@@ -52,13 +52,23 @@ class Relation:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+        inherited = next((base for base in cls.__mro__[1:-1] if "_bind" in vars(base)), Relation)
+        if "related" in vars(cls) and "_bind" not in vars(cls) and inherited is not Relation:
+            raise TypeError(
+                f"{cls.__name__}: related() is overridden and {inherited.__name__}._bind() is not; "
+                "override both, or subclass ab.Relation"
+            )
         is_ours = cls.__module__.startswith(f"{__package__}.")
         add_safe_globals([cls])  # torch.load(weights_only=True) may make one: it holds numbers and tensors
         cls._registered = register(cls, cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}")
 
     def __post_init__(self) -> None:
-        fields = [getattr(self, name) for name in self.__dataclass_fields__]  # type: ignore[attr-defined]
-        object.__setattr__(self, "recipe", write(self, self._registered, fields))
+        fields = self.__dataclass_fields__  # type: ignore[attr-defined]
+        if not torch.compiler.is_compiling() and (others := self.__dict__.keys() - fields - {"recipe"}):
+            names = ", ".join(sorted(others))
+            raise TypeError(f"{type(self).__name__}: wanted every attribute declared as a field, got {names}")
+        values = [getattr(self, name) for name in fields]
+        object.__setattr__(self, "recipe", write(self, self._registered, values))
 
     listed = False  # whether its pairs are held one by one, so that there are none beyond them
     repeats = False  # whether a pair may count more than once
@@ -379,7 +389,7 @@ class Relation:
         """What makes two relations equal; reads the data, once."""
         content = self.__dict__.get("_content_")
         if content is None:
-            content = (type(self), *(_hashable(value) for _, value, _ in self._values()))
+            content = (type(self), *(hashable(value) for _, value, _ in self._values()))
             object.__setattr__(self, "_content_", content)
         return content
 
@@ -435,11 +445,18 @@ def resolve_start(q_start: int | Literal["end"], q_len: int, k_len: int) -> int:
     return int(q_start)
 
 
-def _hashable(value: Any) -> Hashable:
+def hashable(value: Any) -> Hashable:
+    """What stands for a field's value when relations are compared: its content, or the object itself."""
     if isinstance(value, Tensor):
-        array = value.cpu().numpy()
-        return array.shape, array.dtype.str, array.tobytes()
-    return value if isinstance(value, Hashable) else repr(value)
+        array = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return tuple(value.shape), value.dtype, array.tobytes()
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.str, value.tobytes()
+    if isinstance(value, list | tuple):
+        return type(value), *map(hashable, value)
+    if isinstance(value, dict):
+        return frozenset((key, hashable(each)) for key, each in value.items())
+    return (type(value), value) if isinstance(value, Hashable) else (type(value), id(value))
 
 
 def _size(value: Any) -> int:
