@@ -73,11 +73,12 @@ class CpuTimer:
 
     def sample(self, function: Callable[[], object]) -> float:
         """See :class:`Timer`; every call makes its results anew, as a program does."""
-        calls = 0
+        calls, spent = 0, 0.0
         start = self.clock()
-        while (spent := self.clock() - start) < LEAST:
+        while not calls or spent < LEAST:  # on a busy machine LEAST may pass before the first call
             function()
             calls += 1
+            spent = self.clock() - start
         return spent / calls
 
     def peak_bytes(self, function: Callable[[], object]) -> int:

@@ -234,6 +234,14 @@ def test_peak_bytes_counts_what_is_held_at_once():
     assert 8000 <= timing.CpuTimer().peak_bytes(call) < 9000
 
 
+def test_a_sample_has_a_call_though_its_time_is_over_before_the_first(monkeypatch):
+    """On a busy machine the clock could pass the limit before any call, and seconds were divided by zero."""
+    timer = timing.CpuTimer()
+    monkeypatch.setattr(timer, "clock", itertools.count(0.0, 2 * timing.LEAST).__next__)
+    calls = []
+    assert timer.sample(lambda: calls.append("call")) == 2 * timing.LEAST and calls == ["call"]
+
+
 def test_clocks_by_threads():
     assert "CPU time" in timing.timer_of(torch.device("cpu")).words
     assert timing.timer_of(torch.device("cpu"), 2).words == "wall time of 2 threads"
