@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,8 +48,40 @@ def packages() -> list[str]:
     ]
 
 
+def run(command: list[str]) -> None:
+    """Run a compiler; what it says is shown, and kept in the exception if it fails."""
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    sys.stderr.write(done.stderr)
+    done.check_returncode()
+
+
+def in_words(error: OSError | subprocess.CalledProcessError) -> str:
+    """Say in a line why there is no library, then all that the compiler said."""
+    if isinstance(error, OSError):
+        return str(error)
+    lines = error.stderr.splitlines()
+    first = next((line for line in lines if "error" in line), "it says nothing")
+    return "\n".join([f"{error.cmd[0]} ended with {error.returncode}: {first}", *lines])
+
+
 class BuildLibrary(build_ext):
-    """Compile csrc/ into one plain shared library, which serves every Python and torch."""
+    """Compile csrc/ into one plain shared library, which serves every Python and torch.
+
+    Without a compiler that works the package is built all the same, and the reason is written where the
+    library would be, for ``attnbias.library`` to quote: pip shows no warning. ATTNBIAS_REQUIRE_CPU=1 makes it
+    an error.
+    """
+
+    failure = ""
+
+    def run(self) -> None:
+        super().run()
+        for ext in self.extensions:
+            reason = Path(self.get_ext_fullpath(ext.name)).with_suffix(".error")
+            if self.failure:
+                reason.write_text(self.failure)
+            else:
+                reason.unlink(missing_ok=True)
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
@@ -57,7 +90,13 @@ class BuildLibrary(build_ext):
         try:
             self._compile(ext)
         except (OSError, subprocess.CalledProcessError) as error:
-            self.warn(f"installed without the C++ library, attention will be slow on CPUs: {error}")
+            self.failure = in_words(error)
+            if os.environ.get("ATTNBIAS_REQUIRE_CPU", "0") != "0":
+                raise RuntimeError(
+                    f"ATTNBIAS_REQUIRE_CPU: wanted a C++ library, got {self.failure}"
+                ) from None
+            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # of an earlier build
+            self.warn(f"built without the C++ library, attention will be slow on CPUs: {self.failure}")
 
     def _compile(self, ext: Extension) -> None:
         compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), "g++")
@@ -73,21 +112,22 @@ class BuildLibrary(build_ext):
 
         def compile_one(job: tuple[str, Path, list[str]]) -> None:
             source, target, flags = job
-            subprocess.run([compiler, *FLAGS, *extra, *flags, "-c", source, "-o", target], check=True)
+            run([compiler, *FLAGS, *extra, *flags, "-c", source, "-o", str(target)])
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(compile_one, jobs))
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         linked = [str(made) for _, made, _ in jobs]
-        subprocess.run([compiler, *FLAGS, *extra, "-shared", *linked, "-o", target], check=True)
+        run([compiler, *FLAGS, *extra, "-shared", *linked, "-o", str(target)])
 
 
 class PlatformWheel(bdist_wheel):
-    """Tag the wheel for the platform alone: the library knows no Python."""
+    """Tag the wheel for the platform alone, for the library knows no Python; for any without a library."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        is_plain = self.get_finalized_command("build_ext").failure
+        return "py3", "none", "any" if is_plain else super().get_tag()[2]
 
 
 SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
@@ -96,6 +136,8 @@ HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))  # or the sourc
 setup(
     packages=packages(),
     package_dir=FOLDERS,
-    ext_modules=[Extension("attnbias.libattnbias", SOURCES, depends=HEADERS)] if SOURCES else [],
+    ext_modules=[Extension("attnbias.libattnbias", SOURCES, depends=HEADERS, optional=True)]
+    if SOURCES
+    else [],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
 )

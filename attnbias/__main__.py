@@ -134,6 +134,10 @@ def _verify_random(given: argparse.Namespace, device: str) -> int:
         except NotImplementedError:
             refused += 1
             continue
+        except Exception as error:  # the problems that follow are still of use
+            failed += 1
+            print(f"FAILED seed {seed}: {checklist.words_of(error)}", flush=True)
+            continue
         bare += is_plain
         if faults:
             failed += 1

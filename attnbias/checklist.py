@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from .problem import Problem
 from .relations import Relation
 from .terms import ALiBi, KeyBias, RelativeBias
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, ANY_PASS = "forward", "backward", "any pass"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # B, H, Hk, Q, K, D, E: one tile, ragged ones with shared keys, odd sizes, few queries.
 SHAPES = (
@@ -155,17 +156,37 @@ def lines(device: torch.device | str, backend: str | None, wanted: str = "") -> 
     for name in names:
         for check in checks():
             if wanted in str(check):
-                yield from _compare(name, check, device)
+                run = partial(_compare, check, name, device)
+                yield from _judge(name, str(check), run)
 
 
-def _compare(backend: str, check: Check, device: torch.device | str) -> Iterator[Line]:
+def _compare(check: Check, backend: str, device: torch.device | str) -> list[str]:
+    return soak.compare(check.drawn(), backend, device)
+
+
+def _judge(backend: str, what: str, compare: Callable[[], list[str]]) -> Iterator[Line]:
+    """Run one comparison: a line for each pass, one if it raises, none if the backend refuses it."""
     try:
-        faults = soak.compare(check.drawn(), backend, device)
+        faults = compare()
     except NotImplementedError:
+        return
+    except Exception as error:  # the checks that follow are still of use
+        yield Line(backend, what, ANY_PASS, f"RAISED {words_of(error)}")
         return
     for which in (FORWARD, BACKWARD):
         mine = [fault for fault in faults if fault.startswith(("out", "lse")) == (which == FORWARD)]
-        yield Line(backend, str(check), which, "WRONG " + "; ".join(mine) if mine else "")
+        yield Line(backend, what, which, "WRONG " + "; ".join(mine) if mine else "")
+
+
+def words_of(error: Exception) -> str:
+    """Return an exception's type, its first two lines and its last, where compilers name the cause.
+
+    Example:
+        >>> words_of(RuntimeError("no kernel\\nfor this\\n  a trace\\nit does not fit"))
+        'RuntimeError: no kernel | for this | it does not fit'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *([" | ".join(lines[:2] + lines[2:][-1:])] if lines else [])])
 
 
 # -- long inputs: some rows of the reference at a time ----------------------------------------------
@@ -195,11 +216,8 @@ def long_lines(device: torch.device | str, backend: str | None, tokens: int = LO
             def attend(q: Tensor, k: Tensor, v: Tensor, r: Relation = relation, b: str = name) -> Tensor:
                 return attention(q, k, v, r, backend=b)
 
-            faults = compare_rows(attend, relation, (q, k, v), rows)
             title = f"{what:32}{tokens:,} tokens, {len(rows):,} rows looked at"
-            for which in (FORWARD, BACKWARD):
-                mine = [fault for fault in faults if fault.startswith("out") == (which == FORWARD)]
-                yield Line(name, title, which, "WRONG " + "; ".join(mine) if mine else "")
+            yield from _judge(name, title, partial(compare_rows, attend, relation, (q, k, v), rows))
 
 
 def compare_rows(

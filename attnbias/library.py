@@ -7,6 +7,8 @@ import os
 from functools import cache
 from pathlib import Path
 
+REMEDY = "install g++, then pip install --force-reinstall --no-cache-dir ."
+
 
 def library_path() -> Path:
     """Where the library is; ATTNBIAS_CPU_LIBRARY names another one, for tests of a sanitized build."""
@@ -14,12 +16,20 @@ def library_path() -> Path:
     return Path(named) if named else Path(__file__).parent / "libattnbias.so"
 
 
+def _why_missing(path: Path) -> str:
+    """Return the first line of what setup.py wrote when the compiler failed, in brackets."""
+    try:
+        return f" ({path.with_suffix('.error').read_text().splitlines()[0]})"
+    except OSError:
+        return ""
+
+
 @cache
 def open_library() -> ctypes.CDLL | str:
     """Open the library, or say in words why that cannot be done."""
     path = library_path()
     if not path.exists():
-        return "library: attnbias was installed without its C++ library (no compiler was found)"
+        return f"library: attnbias was built without its C++ library{_why_missing(path)}; {REMEDY}"
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from attnbias.__main__ import device_of
 from . import cases, costs, gate, layouts, page, report, run, tables
 from .attention import scaling
 from .catalog import cases_of
-from .results import load, path_of, save
+from .results import exit_code, load, path_of, save
 
 WHAT = ("attention", "layouts", "gate", "costs", "threads")
 
@@ -79,17 +80,17 @@ def measure(args: argparse.Namespace) -> int:
         rounds=args.rounds or (5 if args.full else 3),
     )
     results = run.begin(plan)
+    path = path_of(results, args.results)
     interrupted = False
     try:
-        run.measure(plan, results)
+        run.measure(plan, results, partial(save, results, path))
     except KeyboardInterrupt:
         interrupted = True
         print("\nbroken off: these are the results so far", file=sys.stderr)
-    if not results["entries"]:
+    if not (results["entries"] or results["raised"]):
         return 130 if interrupted else 1
     tables.print_run(results)
-    path = path_of(results, args.results)
-    save(results, path)
+    save(results, path)  # what an interrupted case had done
     written = [path]
     figures = {}
     if find_spec("matplotlib"):
@@ -103,7 +104,7 @@ def measure(args: argparse.Namespace) -> int:
     if args.then:
         tables.print_comparison(results, args.then)
     print("\n" + "\n".join(str(each) for each in written))
-    return 130 if interrupted else 1 if any(entry["fault"] for entry in results["entries"]) else 0
+    return 130 if interrupted else exit_code(results)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnbias.checklist import words_of
+
 from .cases import Attend, Case
 from .peers import BY_HEAD, BY_NODE, DENSE, FORWARD_ONLY, PEERS, CannotRunError
 from .timing import CPU, Spread, Timer, interleave
@@ -18,6 +20,7 @@ from .timing import CPU, Spread, Timer, interleave
 OURS = "attnbias"
 MATMUL = "torch.mm"  # of squares in the case's dtype, the yardstick of the same run
 MATMUL_SIZE = 2048
+FAILED = "failed"  # begins the reason of a peer that raised
 # A peer whose results are farther from ours, by this share of their norm, computes another relation: the
 # rounding of no dtype comes near it. How exact peers are is not judged.
 ANOTHER = 0.05
@@ -133,11 +136,24 @@ def race(
         except CannotRunError as error:
             refused[name] = str(error)
         except Exception as error:  # whatever a peer raises is its reason
-            refused[name] = f"failed: {str(error).strip().splitlines()[0] if str(error) else repr(error)}"
-    samples = dict(zip(functions, interleave(list(functions.values()), rounds, timer), strict=True))
+            refused[name] = f"{FAILED}: {words_of(error)}"
+    known = list(functions)
+
+    def fail(number: int, error: Exception) -> None:
+        """Refuse a peer that raises, in its backward pass as a rule."""
+        if known[number] in (OURS, MATMUL):  # without which there are no ratios
+            raise error
+        refused[known[number]] = f"{FAILED}: {words_of(error)}"
+
+    timed = interleave(list(functions.values()), rounds, timer, fail)
     sizes = {}
-    if with_memory:
-        sizes = {name: timer.peak_bytes(step) for name, step in functions.items() if name != MATMUL}
+    for number, (name, step) in enumerate(functions.items()):
+        if with_memory and name != MATMUL and name not in refused:
+            try:
+                sizes[name] = timer.peak_bytes(step)
+            except Exception as error:
+                fail(number, error)
+    samples = {name: each for name, each in zip(known, timed, strict=True) if name not in refused}
     mine = samples.pop(OURS)
     times = {OURS: Spread.of(mine), **{name: Spread.of(each) for name, each in samples.items()}}
     work = dict.fromkeys(samples, 1.0)  # of ours over the peer's

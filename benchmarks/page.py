@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import report
 from .attention import MATMUL, OURS
-from .results import Entry, Results, is_timed, others, quickest
+from .results import Entry, Results, is_timed, others, quickest, why_untimed
 from .static.figures import LOOPS, PASSES, Key, load
 from .tables import verdicts
 from .timing import Spread
@@ -59,6 +59,7 @@ def render(results: Results, plots: Mapping[str, str]) -> str:
         _list(verdicts(results)),
         _gallery(results),
         _table(results["entries"]),
+        _list([f"{what}: raised {error}" for what, error in results["raised"].items()]),
         _static(),
         _how(machine, results),
     ]
@@ -192,7 +193,7 @@ def _table(entries: Sequence[Entry]) -> str:
     for entry in entries:
         what = f"<td><b>{escape(entry['case'])}</b><br><small>{_pass(entry)}</small></td>"
         if not is_timed(entry):
-            rows.append(f"<tr>{what}<td class='wrong' colspan='8'>wrong result: no time</td></tr>")
+            rows.append(f"<tr>{what}<td class='wrong' colspan='8'>{why_untimed(entry)}</td></tr>")
             continue
         share = entry["ratios"].get(MATMUL, [0.0])[0]
         peers = "<br>".join(

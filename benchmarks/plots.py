@@ -36,7 +36,7 @@ STYLE: dict[Any, Any] = {
 def draw_all(results: Results) -> dict[str, Figure]:
     """Every plot that the results allow, by name."""
     figures = {}
-    if any(is_timed(entry) for entry in results["entries"]):
+    if any(quickest(entry) for entry in results["entries"]):
         figures["speed"] = _styled(_speed, results)
     if results["lengths"]:
         figures["length"] = _styled(_length, results)

@@ -73,6 +73,7 @@ class Results(TypedDict):
     sweep: list[SweepPoint]
     lengths: list[LengthPoint]
     pictures: dict[str, str]
+    raised: dict[str, str]  # the exception of each case or point that ended in one
     is_whole: bool
 
 
@@ -120,6 +121,7 @@ def start(machine: dict[str, Any]) -> Results:
         "sweep": [],
         "lengths": [],
         "pictures": {},
+        "raised": {},
         "is_whole": False,
     }
 
@@ -222,8 +224,18 @@ def quickest(entry: Entry) -> tuple[str, Numbers] | None:
 
 
 def is_timed(entry: Entry) -> bool:
-    """Whether there are times: wrong results have none."""
+    """Whether there are times: results that are wrong or raised have none."""
     return OURS in entry["seconds"]
+
+
+def why_untimed(entry: Entry) -> str:
+    """Say why an entry has no times."""
+    return "wrong result: no time" if entry["fault"] else "raised an error: no time"
+
+
+def exit_code(results: Results) -> int:
+    """Return 1 if a result is wrong or something raised."""
+    return int(bool(results["raised"]) or any(entry["fault"] for entry in results["entries"]))
 
 
 def others(entry: Entry) -> dict[str, Numbers]:

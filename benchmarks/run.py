@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+
+from attnbias.checklist import words_of
 
 from . import report, sweep
 from .attention import MATMUL, race
@@ -12,7 +16,7 @@ from .cases import Case
 from .catalog import cases_of
 from .graphs import MissingGraphError
 from .peers import PEERS
-from .results import Results, describe_machine, entry_of, fill, picture_of, start
+from .results import Entry, Results, describe_machine, entry_of, fill, picture_of, start
 from .timing import Spread, Timer, timer_of, using_threads
 
 # In a quick run FlexAttention, whose compilation takes ten seconds a case, is asked in these alone.
@@ -23,6 +27,7 @@ LENGTHS = {"cpu": (512, 1024, 2048, 4096, 8192), "cuda": (1024, 2048, 4096, 8192
 FULL_LENGTHS = {"cpu": (*LENGTHS["cpu"], 16384, 32768), "cuda": (*LENGTHS["cuda"], 131072)}
 MOST_DENSE = {"cpu": 8192, "cuda": 65536}  # tokens up to which SDPA is asked in the plot of lengths
 SWEPT = {"cpu": 2048, "cuda": 8192}  # tokens
+PASSES = {False: "forward", True: "forward and backward"}
 
 
 @dataclass(frozen=True)
@@ -85,24 +90,24 @@ def begin(plan: Plan) -> Results:
     return start(describe_machine(torch.device(plan.device), plan.threads, clock))
 
 
-def measure(plan: Plan, results: Results) -> None:
-    """Measure, adding to ``results`` what is done, so that a run that is broken off leaves it."""
+def measure(plan: Plan, results: Results, keep: Callable[[], None]) -> None:
+    """Measure, adding to ``results`` what is done, so that a run that is broken off leaves it.
+
+    What raises is recorded and the run goes on. ``keep`` is called after each case and point.
+    """
     names, points, lengths = plan.names(), plan.curves(), plan.lengths()
     timer = timer_of(torch.device(plan.device), plan.threads)
     with using_threads(plan.threads), report.steps(2 * len(names) + len(points) + len(lengths)) as step:
         for name in names:
-            try:
-                made = cases_of(plan.device, is_quick=False)[name]()
-            except MissingGraphError as error:
-                step(f"{name} is left out: {error}")
-                step("")
-                continue
-            _case(plan, name, replace(made, backend=plan.backend), results, timer, step)
+            with _noting(results, name):
+                _case(plan, name, results, timer, step)
+            keep()
         sizes = _sizes(plan)
         for structure, backward, density in points:
-            step(f"{structure}, {density:.1%}")
-            results["sweep"].append(
-                sweep.measure_density(
+            what = f"{structure}, {density:.1%}"
+            step(what)
+            with _noting(results, f"{what}, {PASSES[backward]}"):
+                point = sweep.measure_density(
                     structure,
                     density,
                     SWEPT[plan.kind],
@@ -111,17 +116,32 @@ def measure(plan: Plan, results: Results) -> None:
                     timer=timer,
                     **sizes,  # type: ignore[arg-type]
                 )
-            )
+                results["sweep"].append(point)
+            keep()
         for tokens in lengths:
-            step(f"{tokens:,} tokens")
-            results["lengths"] += sweep.measure_lengths(
-                tokens,
-                rounds=plan.rounds,
-                timer=timer,
-                with_dense=tokens <= MOST_DENSE[plan.kind],
-                **sizes,  # type: ignore[arg-type]
-            )
+            what = f"{tokens:,} tokens"
+            step(what)
+            with _noting(results, what):
+                results["lengths"] += sweep.measure_lengths(
+                    tokens,
+                    rounds=plan.rounds,
+                    timer=timer,
+                    with_dense=tokens <= MOST_DENSE[plan.kind],
+                    **sizes,  # type: ignore[arg-type]
+                )
+            keep()
     results["is_whole"] = True
+    keep()
+
+
+@contextmanager
+def _noting(results: Results, what: str) -> Iterator[None]:
+    """Record what the block raises, and go on after it."""
+    try:
+        yield
+    except Exception as error:
+        results["raised"][what] = words_of(error)
+        report.progress(f"{what}: raised {words_of(error)}")
 
 
 def _sizes(plan: Plan) -> dict[str, object]:
@@ -133,24 +153,36 @@ def _sizes(plan: Plan) -> dict[str, object]:
     }
 
 
-def _case(plan: Plan, name: str, case: Case, results: Results, timer: Timer, step: report.Step) -> None:
-    """Check one case and time both passes; a wrong result is recorded without a time."""
+def _case(plan: Plan, name: str, results: Results, timer: Timer, step: report.Step) -> None:
+    """Check one case and time both passes; a result that is wrong or raises is recorded without a time."""
+    try:
+        case = replace(cases_of(plan.device, is_quick=False)[name](), backend=plan.backend)
+    except MissingGraphError as error:
+        step(f"{name} is left out: {error}")
+        step("")
+        return
     build = Spread.of([timer.sample(case.build) for _ in range(plan.rounds)])
     for backward in (False, True):
-        step(f"{name}, {'forward and backward' if backward else 'forward'}")
+        step(f"{name}, {PASSES[backward]}")
         entry = entry_of(name, case, backward=backward, build=build)
-        entry["fault"] = case.fault
-        if not case.fault:
-            result = race(
-                case,
-                plan.peers(name),
-                backward=backward,
-                rounds=plan.rounds,
-                timer=timer,
-                square=QUICK_MATMUL if plan.is_quick else FULL_MATMUL,
-                with_memory=True,
-            )
-            fill(entry, result)
+        with _noting(results, f"{name}, {PASSES[backward]}"):
+            _time(plan, case, entry, timer)
         results["entries"].append(entry)
     if case.name not in results["pictures"] and (drawn := picture_of(case)):
         results["pictures"][case.name] = drawn
+
+
+def _time(plan: Plan, case: Case, entry: Entry, timer: Timer) -> None:
+    entry["fault"] = case.fault
+    if case.fault:
+        return
+    result = race(
+        case,
+        plan.peers(entry["case"]),
+        backward=entry["backward"],
+        rounds=plan.rounds,
+        timer=timer,
+        square=QUICK_MATMUL if plan.is_quick else FULL_MATMUL,
+        with_memory=True,
+    )
+    fill(entry, result)

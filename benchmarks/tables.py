@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from . import report
-from .attention import MATMUL, OURS
+from .attention import FAILED, MATMUL, OURS
 from .peers import DENSE
-from .results import Entry, Results, SweepPoint, dense_ratio, is_timed, others
+from .results import Entry, Results, SweepPoint, dense_ratio, is_timed, others, why_untimed
 from .sweep import AUTO, EDGES, MASKED, TILES, TOLERATED, crossover, regret
 from .timing import Spread
 
@@ -14,6 +14,8 @@ def print_run(results: Results) -> None:
     """Print everything that a run found."""
     _attention(results["entries"])
     _reasons(results["entries"])
+    for what, error in results["raised"].items():
+        print(f"{what}: raised {error}")
     if results["sweep"]:
         _density(results["sweep"])
     for line in verdicts(results):
@@ -25,7 +27,7 @@ def _attention(entries: list[Entry]) -> None:
     for entry in entries:
         what = "both" if entry["backward"] else "forward"
         if not is_timed(entry):
-            rows.append([entry["case"], what, "wrong result: no time", *[""] * 6])
+            rows.append([entry["case"], what, why_untimed(entry), *[""] * 6])
             continue
         peers = [f"{name} {report.ratio(Spread(*ratio))}" for name, ratio in others(entry).items()]
         layout = entry["layout"]
@@ -66,9 +68,8 @@ def _reasons(entries: list[Entry]) -> None:
 
 def _is_plain(why: str) -> bool:
     """Whether a peer merely does not know the relation, which its place in the table shows."""
-    return any(
-        words in why for words in ("alone", "nothing else", "only", "needs", "there are none", "itself")
-    )
+    plain = ("alone", "nothing else", "only", "needs", "there are none", "itself")
+    return not why.startswith(FAILED) and any(words in why for words in plain)
 
 
 def _density(points: list[SweepPoint]) -> None:

@@ -73,11 +73,12 @@ class CpuTimer:
 
     def sample(self, function: Callable[[], object]) -> float:
         """See :class:`Timer`; every call makes its results anew, as a program does."""
-        calls = 0
+        calls, spent = 0, 0.0
         start = self.clock()
-        while (spent := self.clock() - start) < LEAST:
+        while not calls or spent < LEAST:  # on a busy machine LEAST may pass before the first call
             function()
             calls += 1
+            spent = self.clock() - start
         return spent / calls
 
     def peak_bytes(self, function: Callable[[], object]) -> int:
@@ -166,12 +167,38 @@ def sample(function: Callable[[], object]) -> float:
     return CPU.sample(function)
 
 
-def interleave(functions: list[Callable[[], object]], rounds: int, timer: Timer = CPU) -> list[list[float]]:
-    """Sample each function once a round, so that a slow spell of the machine strikes all alike."""
-    for function in functions:
-        timer.warm_up(function)
-    by_round = [[timer.sample(function) for function in functions] for _ in range(rounds)]
-    return [list(samples) for samples in zip(*by_round, strict=True)]
+def interleave(
+    functions: list[Callable[[], object]],
+    rounds: int,
+    timer: Timer = CPU,
+    on_error: Callable[[int, Exception], None] | None = None,
+) -> list[list[float]]:
+    """Sample each function once a round, so that a slow spell of the machine strikes all alike.
+
+    Args:
+        functions: what is timed.
+        rounds: samples of each.
+        timer: how.
+        on_error: takes the number and the exception of a function that raises, which is not called again;
+            without it the exception is passed on.
+    """
+    samples: list[list[float]] = [[] for _ in functions]
+    failed = set()
+    for turn in range(rounds + 1):
+        for number, function in enumerate(functions):
+            if number in failed:
+                continue
+            try:
+                if turn == 0:
+                    timer.warm_up(function)
+                else:
+                    samples[number].append(timer.sample(function))
+            except Exception as error:
+                if on_error is None:
+                    raise
+                on_error(number, error)
+                failed.add(number)
+    return samples
 
 
 @contextmanager

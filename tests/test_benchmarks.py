@@ -79,7 +79,29 @@ def test_a_peer_that_fails_says_how(monkeypatch):
 
     monkeypatch.setitem(peers.PEERS, "SDPA", fail)
     found = attention.race(cases.causal(96), ["SDPA"], backward=False, rounds=1)
-    assert found.refused == {"SDPA": "failed: no such kernel"}
+    assert found.refused == {"SDPA": "failed: RuntimeError: no such kernel | and a trace"}
+
+
+def test_a_peer_whose_backward_pass_fails_costs_no_other_figure(monkeypatch):
+    """Peers ran forward alone before they were timed, so one failing backward pass ended the benchmark."""
+
+    class OnlyForward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            return sdpa(q, k, v, is_causal=True)
+
+        @staticmethod
+        def backward(ctx, d_out):
+            raise RuntimeError("out of shared memory: only 99 KB")
+
+    monkeypatch.setitem(peers.PEERS, "SDPA, mask", lambda case: OnlyForward.apply)
+    found = attention.race(
+        cases.causal(96), ["SDPA, mask", "SDPA"], backward=True, rounds=1, with_memory=True
+    )
+    why = "failed: RuntimeError: out of shared memory: only 99 KB"
+    assert found.refused == {"SDPA, mask": why}
+    assert found.times.keys() == found.bytes.keys() == {"attnbias", "SDPA"}
+    assert not tables._is_plain(why)  # it is printed
 
 
 def test_gpu_cases_have_the_known_shapes():
@@ -234,6 +256,14 @@ def test_peak_bytes_counts_what_is_held_at_once():
     assert 8000 <= timing.CpuTimer().peak_bytes(call) < 9000
 
 
+def test_a_sample_has_a_call_though_its_time_is_over_before_the_first(monkeypatch):
+    """On a busy machine the clock could pass the limit before any call, and seconds were divided by zero."""
+    timer = timing.CpuTimer()
+    monkeypatch.setattr(timer, "clock", itertools.count(0.0, 2 * timing.LEAST).__next__)
+    calls = []
+    assert timer.sample(lambda: calls.append("call")) == 2 * timing.LEAST and calls == ["call"]
+
+
 def test_clocks_by_threads():
     assert "CPU time" in timing.timer_of(torch.device("cpu")).words
     assert timing.timer_of(torch.device("cpu"), 2).words == "wall time of 2 threads"
@@ -291,6 +321,53 @@ def test_bench_breaks_off_with_the_results_so_far(small, tmp_path, capsys, monke
     found = results.load(path)
     assert not found["is_whole"] and [entry["case"] for entry in found["entries"]] == ["causal@96"] * 2
     assert "broken off" in path.with_suffix(".html").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_bench_goes_on_after_a_case_that_raises(small, tmp_path, capsys, monkeypatch):
+    """One exception ended the whole run, and nothing of it was saved."""
+    plain, saved = cases.Case.attend, []
+
+    def attend(self, q, k, v):
+        if self.name == "causal" and q.requires_grad and q.shape[1] > 1:  # all heads: it is timed
+            raise RuntimeError("no such kernel\nat line 3")
+        return plain(self, q, k, v)
+
+    def make():
+        raise OSError("no such points")
+
+    def save(found, path):
+        saved.append((len(found["entries"]), list(found["raised"])))
+        results.save(found, path)
+
+    known = {"lost@96": make, **run.cases_of("cpu", is_quick=True)}
+    monkeypatch.setattr(run, "cases_of", lambda device, is_quick: known)
+    monkeypatch.setattr(cases.Case, "attend", attend)
+    monkeypatch.setattr(command, "save", save)
+    monkeypatch.setattr(run.sweep, "measure_lengths", lambda *given, **options: 1 / 0)
+    assert command.main(["--results", str(tmp_path), "--rounds", "1"]) == 1
+    error = "RuntimeError: no such kernel | at line 3"
+    assert f"causal@96, forward and backward: raised {error}" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*.json")
+    found = results.load(path)
+    assert found["raised"] == {
+        "lost@96": "OSError: no such points",
+        "causal@96, forward and backward": error,
+        "128 tokens": "ZeroDivisionError: division by zero",
+        "256 tokens": "ZeroDivisionError: division by zero",
+    }
+    timed = {(entry["case"], entry["backward"]): bool(entry["seconds"]) for entry in found["entries"]}
+    assert timed == {
+        ("causal@96", False): True,
+        ("causal@96", True): False,
+        ("knn@96", False): True,
+        ("knn@96", True): True,
+    }
+    assert found["is_whole"] and len(found["sweep"]) == 4
+    lost, raised = ["lost@96"], ["lost@96", "causal@96, forward and backward"]
+    assert saved[:3] == [(0, lost), (2, raised), (4, raised)]
+    text = path.with_suffix(".html").read_text()
+    assert "raised an error: no time" in text and error in text
 
 
 def test_no_time_for_a_wrong_result(small, tmp_path, capsys, monkeypatch):

@@ -76,6 +76,47 @@ def test_verify_says_which_pass_is_wrong(capsys, monkeypatch, name):
     assert any(f"{right:10}ok" in line for line in lines)
 
 
+def fail_third(monkeypatch, place, name):
+    """Let the third call of a function raise."""
+    plain, calls = getattr(place, name), []
+
+    def call(*given):
+        calls.append(given)
+        if len(calls) == 3:
+            raise RuntimeError("Triton Error [CUDA]\nan illegal address")
+        return plain(*given)
+
+    monkeypatch.setattr(place, name, call)
+    return "RAISED RuntimeError: Triton Error [CUDA] | an illegal address"
+
+
+def test_verify_goes_on_after_a_check_that_raises(capsys, monkeypatch):
+    """An exception in one check ended the command with a traceback, and the checks after it never ran."""
+    words = fail_third(monkeypatch, soak, "compare")
+    assert main(["verify", "--backend", "rows", "--case", "causal", "--device", "cpu"]) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.endswith(words) for line in lines[:6]] == [False] * 4 + [True, False]
+    assert "causal" in lines[4] and "1 x 2/2 heads, 130 x 260, D 80, E 33" in lines[4]
+    assert len(lines) > 20 and all(line.endswith("ok") for line in lines if words not in line)
+    assert f"{len(lines) - 1} passed, 1 failed" in last
+
+
+def test_long_inputs_go_on_after_one_that_raises(monkeypatch):
+    """As above: five relations, of which the third raises."""
+    words = fail_third(monkeypatch, checklist, "compare_rows")
+    found = list(checklist.long_lines("cpu", "rows", 256))
+    assert [line.fault for line in found] == ["", "", "", "", words, "", "", "", ""]
+
+
+def test_verify_goes_on_after_a_drawn_problem_that_raises(capsys, monkeypatch):
+    """As above, and the seed is named."""
+    fail_third(monkeypatch, soak, "compare")
+    assert main(["verify", "--random", "5", "--seed", "8", "--backend", "rows"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED seed 10: RuntimeError: Triton Error [CUDA] | an illegal address\n" in printed
+    assert "4 passed, 1 failed" in printed
+
+
 def test_every_check_can_be_drawn_and_some_relation_is_laid_out_both_ways():
     found = list(checklist.checks())
     assert {check.relation for check in found} == set(checklist.RELATIONS)

@@ -1,8 +1,14 @@
 """The package as it is installed: what importing it loads, costs and refuses."""
 
+import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+
+import pytest
+
+from attnbias.library import open_library
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,3 +66,49 @@ def test_every_folder_of_the_library_is_a_package():
 
 def test_types_are_shipped():
     assert (ROOT / "attnbias" / "py.typed").exists()
+
+
+def build_wheel(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Build a wheel into ``folder`` with what is installed, and write nothing elsewhere."""
+    pytest.importorskip("setuptools", minversion="77")
+    build = "build", "--build-base", folder / "build", "egg_info", "--egg-base", folder
+    wheel = "bdist_wheel", "--bdist-dir", folder / "tree", "--dist-dir", folder
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", *build, *wheel],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("false", "(false ended with 1: it says nothing)"),
+        ("no-such-compiler", "([Errno 2] No such file or directory: 'no-such-compiler')"),
+    ],
+)
+def test_a_build_without_the_library_says_why_and_is_for_any_platform(
+    compiler, reason, tmp_path, monkeypatch
+):
+    """Its wheel was named like a whole one, and users read that there was no compiler, whatever had failed."""
+    done = build_wheel(tmp_path, CXX=compiler)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(tmp_path / "site")
+    monkeypatch.setenv("ATTNBIAS_CPU_LIBRARY", str(tmp_path / "site" / "attnbias" / "libattnbias.so"))
+    assert open_library.__wrapped__() == (
+        f"library: attnbias was built without its C++ library {reason}; "
+        "install g++, then pip install --force-reinstall --no-cache-dir ."
+    )
+
+
+def test_a_build_that_must_have_the_library_fails_without(tmp_path):
+    done = build_wheel(tmp_path, CXX="false", ATTNBIAS_REQUIRE_CPU="1")
+    assert done.returncode != 0 and not list(tmp_path.glob("*.whl"))
+    wanted = "ATTNBIAS_REQUIRE_CPU: wanted a C++ library, got false ended with 1: it says nothing"
+    assert wanted in done.stderr
