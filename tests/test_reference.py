@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch._dynamo.exc import UserError
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,11 +84,12 @@ class Stub:
     sink: torch.Tensor | None = None
     dropout_p: float = 0.0
     q_start: int = 0
-    seed: torch.Tensor | None = SEED
+    seed: torch.Tensor | None = None
 
 
 def problem(query, key, value, relation=None, **options):
     options.setdefault("scale", query.shape[-1] ** -0.5)
+    options.setdefault("seed", SEED)  # no default of the class: before torch 2.12 that does not compile
     return Stub(query, key, value, relation, **options)
 
 
@@ -475,6 +477,7 @@ def test_reference_compiles_whole_and_once_for_all_lengths(monkeypatch):
     torch.compiler.reset()
 
 
+@pytest.mark.xfail(torch.__version__ < "2.13", raises=UserError, reason="min(5 n, 10 n) was not 5 n")
 def test_reference_exports_for_all_lengths(monkeypatch):
     monkeypatch.setattr(reference, "STRIP_ELEMENTS", FEW)
     module = Module()

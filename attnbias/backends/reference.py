@@ -133,10 +133,9 @@ def _weigh(
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Compute in the dtypes given; some devices (meta) know no autocast."""
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    """Compute in the dtypes given; meta tensors know no autocast."""
+    # Not torch.amp.is_autocast_available: before torch 2.11 it breaks the graph of a compiled call.
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
 
 def _modify(problem: Problem, scores: Tensor, index: _Index) -> Tensor:

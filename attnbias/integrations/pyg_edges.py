@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 _graphs: Any = WeakTensorKeyDictionary()
 
 
-class Edges(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Edges:  # no tuple: torch 2.10 does not compile their properties
     """The edges of one call, in the order in which weights are returned."""
 
     graph: Graph
@@ -150,7 +152,10 @@ def _make(edge_index: Tensor, sizes: tuple[int, int]) -> Graph:
 
 def _add_loops(graph: Graph, in_order: bool) -> _Looped:
     """Replace the self-loops; kept with the graph, so that a graph of many calls does it once."""
-    kept_ones: dict[bool, _Looped] = graph.__dict__.setdefault("_looped_", {})
+    kept_ones: dict[bool, _Looped] | None = getattr(graph, "_looped_", None)  # torch 2.10 compiles no more
+    if kept_ones is None:
+        kept_ones = {}
+        object.__setattr__(graph, "_looped_", kept_ones)
     if in_order not in kept_ones:
         with torch.inference_mode(False):  # what is kept is used in training, too
             kept_ones[in_order] = _make_loops(graph, in_order)
