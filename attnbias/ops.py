@@ -217,7 +217,8 @@ def _call_traced(problem: Problem, name: str | None) -> tuple[Tensor, Tensor]:
         return _call(_forward_op, problem, [problem.layout.buffer, problem.layout.where], "", backend)
     assert problem.relation is not None
     recipe = problem.relation.recipe
-    if torch.compiler.is_exporting() and not recipe.is_portable:
+    # Not is_exporting(): before torch 2.13 dynamo takes that for True whenever it compiles.
+    if torch.compiler._is_exporting_flag and not recipe.is_portable:
         raise ValueError(
             "relation: an exported program cannot carry a Python function or object; "
             f"pass the layout of {problem.relation!r}, relation.layout(q_len, k_len), as an argument"

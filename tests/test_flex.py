@@ -103,7 +103,11 @@ MASK_MODS = {
 @pytest.mark.parametrize("mask_mod", MASK_MODS.values(), ids=MASK_MODS)
 def test_a_mask_mod_gives_flex_attentions_mask(mask_mod):
     """Functions of scalars got tensors: some raised from deep inside, others related all pairs in silence."""
-    want = create_mask(mask_mod, 2, 3, LENGTH, LENGTH, device="cpu")
+    try:
+        want = create_mask(mask_mod, 2, 3, LENGTH, LENGTH, device="cpu")
+    except RuntimeError:
+        assert torch.__version__ < "2.13"
+        pytest.skip("the FlexAttention of this torch refuses it")
     block_mask = create_block_mask(mask_mod, 2, 3, LENGTH, LENGTH, device="cpu")
     for relation in (ab.Where(mask_mod), flex.from_block_mask(block_mask)):
         assert torch.equal(relation.dense(LENGTH, LENGTH, batch=2, heads=3), want)

@@ -114,8 +114,8 @@ def reads_index(function: Callable[..., Any], place: int, count: int, device: to
         return result
 
     try:
-        torch.vmap(call)(zero.expand(2))
-    except Exception:  # it may not be defined at 0
+        _run(torch.vmap(call), zero.expand(2))
+    except TypeError:  # it may not be defined at 0
         return True
     return found
 
@@ -149,6 +149,12 @@ def map_pairs(function: Callable[..., Any], *indices: Tensor) -> Tensor:
 def _run(mapped: Callable[..., Any], *indices: Tensor) -> Any:
     try:
         return mapped(*indices)
+    except Exception:
+        # FlexAttention's own way to index by scalars, which torch.vmap needs before torch 2.13.
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    try:
+        with TransformGetItemToIndex():
+            return mapped(*indices)
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise TypeError(

@@ -44,7 +44,8 @@ class _Held:
     """The fields of a relation that cannot be written; lives as long as the tensor that names it."""
 
     def __init__(self, relation: Any) -> None:
-        self.cls, self.state = type(relation), relation.__getstate__()
+        self.cls: Any = type(relation)
+        self.state = relation.__getstate__()
 
 
 def register(cls: type, name: str) -> str:
@@ -185,6 +186,6 @@ def _make_held(handle: Tensor) -> Any:
             "relation: it holds a Python function or object, which is gone or in another process; "
             "pass a layout instead, relation.layout(q_len, k_len)"
         )
-    made = held.cls.__new__(held.cls)
+    made: Any = held.cls.__new__(held.cls)
     made.__setstate__(held.state)
     return made
