@@ -83,7 +83,7 @@ def _walk_keys(
     SPEC: tl.constexpr,
 ):
     """Add the key tiles of one class, full or partial, to dq of a query tile."""
-    MASKED: tl.constexpr = LOOP[3]
+    MASKED: tl.constexpr = SPEC.loops[LOOP][3]
     COLS: tl.constexpr = SPEC.mixed if SPEC.has_levels and MASKED else SPEC.cols
     STEPS: tl.constexpr = SPEC.tile // COLS
     rows, cols = tl.arange(0, SPEC.rows), tl.arange(0, COLS)
@@ -221,24 +221,24 @@ def backward_query_kernel(
                 low, high = class_bounds(
                     *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len),
                     depth,
-                    SPEC.loops[PART],
+                    PART,
                     SPEC.cols,
                     SPEC,
                 )
-                part, by, within, prefix = factors(LEVELS, depth, c, inner, SPEC.loops[PART], SPEC)
+                part, by, within, prefix = factors(LEVELS, depth, c, inner, PART, SPEC)
                 dq = _walk_keys(
-                    *(dq, own_prefix(q, own, prefix, SPEC.loops[PART], SPEC)),
+                    *(dq, own_prefix(q, own, prefix, PART, SPEC)),
                     *sides,
                     *(low, high, k_row, v_row, k_len, by, within, h, i * ROWS),
                     drop,
                     TERMS,
                     D_TERMS,
                     *(b * heads + h, q_len, LEVELS, own, part),
-                    SPEC.loops[PART],
+                    PART,
                     SPEC,
                 )
                 # Depths go up: what is behind a prefix was zero.
-                dq = sums_prefix(dq, zero_chunks(ROWS, SPEC), prefix, SPEC.loops[PART], SPEC)
+                dq = sums_prefix(dq, zero_chunks(ROWS, SPEC), prefix, PART, SPEC)
     else:
         for PART in tl.static_range(len(SPEC.loops)):
             low, high = middle if PART else begin, end if PART else middle
@@ -253,7 +253,7 @@ def backward_query_kernel(
                 LEVELS,
                 None,
                 1.0,
-                SPEC.loops[PART],
+                PART,
                 SPEC,
             )
     base = head_of(DQ, b, h, dq_strides)

@@ -74,7 +74,7 @@ def _walk_queries(
     SPEC: tl.constexpr,
 ):
     """Add the query tiles of one class, full or partial, to dk and dv of a key tile."""
-    MASKED: tl.constexpr = LOOP[3]
+    MASKED: tl.constexpr = SPEC.loops[LOOP][3]
     ROWS: tl.constexpr = SPEC.mixed if SPEC.has_levels and MASKED else SPEC.rows
     STEPS: tl.constexpr = SPEC.tile // ROWS
     rows, cols = tl.arange(0, ROWS), tl.arange(0, SPEC.cols)
@@ -224,25 +224,25 @@ def backward_key_kernel(
                     low, high = class_bounds(
                         *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * COLS < k_len),
                         depth,
-                        SPEC.loops[PART],
+                        PART,
                         SPEC.rows,
                         SPEC,
                     )
-                    part, by, within, prefix = factors(LEVELS, depth, c, inner, SPEC.loops[PART], SPEC)
+                    part, by, within, prefix = factors(LEVELS, depth, c, inner, PART, SPEC)
                     # With one head, depths go up: what is behind a prefix is zero.
                     before = dk if SPEC.is_grouped else zero_chunks(COLS, SPEC)
                     dk, dv, d_key_bias = _walk_queries(
-                        *(dk, dv, own_prefix(k, own, prefix, SPEC.loops[PART], SPEC)),
+                        *(dk, dv, own_prefix(k, own, prefix, PART, SPEC)),
                         *sides,
                         *(low, high, q_row, grad_row, q_len, by, within, i * COLS),
                         drop,
                         d_key_bias,
                         TERMS,
                         *(k_len, LEVELS, own, part),
-                        SPEC.loops[PART],
+                        PART,
                         SPEC,
                     )
-                    dk = sums_prefix(dk, before, prefix, SPEC.loops[PART], SPEC)
+                    dk = sums_prefix(dk, before, prefix, PART, SPEC)
         else:
             for PART in tl.static_range(len(SPEC.loops)):
                 low, high = middle if PART else begin, end if PART else middle
@@ -257,7 +257,7 @@ def backward_key_kernel(
                     LEVELS,
                     None,
                     1.0,
-                    SPEC.loops[PART],
+                    PART,
                     SPEC,
                 )
         if SPEC.needs_key_bias:

@@ -19,7 +19,7 @@ import torch
 Pass = Literal["forward", "backward_query", "backward_key"]
 
 OLDEST = 80  # compute capability x 10
-OLDEST_TRITON = (3, 7)
+OLDEST_TRITON = (3, 6)
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,7 @@ class Spec(NamedTuple):
     depths: int = 0  # how many levels there are
     per_pair: bool = False  # divide by the number of levels that a pair shares
     mixed: int = 0  # rows of the side that is walked in a partial tile
+    # Functions take the number of a chunk or loop: Triton 3.6 passes no tuple of numbers.
     chunks: tuple[Any, ...] = ()
     loops: tuple[Any, ...] = ((0, 0, 0, False), (0, 0, 0, True))  # full tiles, partial tiles
 
@@ -259,6 +260,8 @@ def target_of(device: torch.device) -> Target | str:
     triton = sys.modules.get("triton")  # who makes it run on the host has imported it
     if triton is None or device.type != "cpu":
         return f"device: only CUDA, got {device}"
+    if too_old := _why_too_old(triton):
+        return too_old
     if triton.knobs.runtime.interpret:
         return Target(OLDEST, _version(triton), is_interpreted=True)
     active = getattr(triton.runtime.driver, "_active", None)  # not .active: it would look for a GPU
@@ -273,6 +276,8 @@ def _gpu_target(index: int) -> Target | str:
         import triton
     except ImportError:
         return "triton: not installed"
+    if too_old := _why_too_old(triton):
+        return too_old
     with torch.cuda.device(index):
         return _target(triton.runtime.driver.active.get_current_target(), triton)
 
@@ -282,9 +287,14 @@ def _version(triton: Any) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def _why_too_old(triton: Any) -> str:
+    """Say that a Triton is too old, before it is asked for what it may not have; "" if it is not."""
+    if _version(triton) >= OLDEST_TRITON:
+        return ""
+    return f"triton: wanted {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or newer, got {triton.__version__}"
+
+
 def _target(found: Any, triton: Any) -> Target | str:
-    if _version(triton) < OLDEST_TRITON:
-        return f"triton: {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or newer, got {triton.__version__}"
     if found.backend != "cuda":
         return f"device: only NVIDIA GPUs, got {found.backend}"
     if found.arch < OLDEST:

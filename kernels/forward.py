@@ -87,7 +87,7 @@ def _walk_keys(
     SPEC: tl.constexpr,
 ):
     """Add the key tiles of one class, full or partial, to the softmax of a query tile."""
-    MASKED: tl.constexpr = LOOP[3]
+    MASKED: tl.constexpr = SPEC.loops[LOOP][3]
     COLS: tl.constexpr = SPEC.mixed if SPEC.has_levels and MASKED else SPEC.cols
     STEPS: tl.constexpr = SPEC.tile // COLS
     rows, cols = tl.arange(0, SPEC.rows), tl.arange(0, COLS)
@@ -197,20 +197,20 @@ def forward_kernel(
                 low, high = class_bounds(
                     *(group, group_b, group_h, ptr, b, h, listed, list_tiles, i * ROWS < q_len),
                     depth,
-                    SPEC.loops[PART],
+                    PART,
                     SPEC.cols,
                     SPEC,
                 )
-                _, by, within, prefix = factors(LEVELS, depth, c, inner, SPEC.loops[PART], SPEC)
+                _, by, within, prefix = factors(LEVELS, depth, c, inner, PART, SPEC)
                 unit = 1.0 if SPEC.has_terms else by
                 acc, m, total = _walk_keys(
-                    *(acc, m / unit, total, own_prefix(q, own, prefix, SPEC.loops[PART], SPEC)),
+                    *(acc, m / unit, total, own_prefix(q, own, prefix, PART, SPEC)),
                     *sides,
                     *(low, high, k_row, v_row, k_len, by, within, h, i * ROWS),
                     drop,
                     TERMS,
                     *(q_len, LEVELS, own),
-                    SPEC.loops[PART],
+                    PART,
                     SPEC,
                 )
                 m = m * unit
@@ -226,7 +226,7 @@ def forward_kernel(
                 q_len,
                 LEVELS,
                 None,
-                SPEC.loops[PART],
+                PART,
                 SPEC,
             )
         if not SPEC.has_terms:

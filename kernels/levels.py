@@ -157,7 +157,7 @@ def class_bounds(
     SPEC: tl.constexpr,
 ):
     """Where the tiles of a depth begin and end, in kernel tiles of COUNT rows; see tile.bounds."""
-    STEPS: tl.constexpr = SPEC.tile // (SPEC.mixed if LOOP[3] else COUNT)
+    STEPS: tl.constexpr = SPEC.tile // (SPEC.mixed if SPEC.loops[LOOP][3] else COUNT)
     g = tl.load(group + b * group_b + h * group_h)
     row = ptr + (g.to(tl.int64) * list_tiles + listed) * (SPEC.depths + 3) + depth
     begin = tl.load(row) * STEPS
@@ -168,9 +168,9 @@ def class_bounds(
 def factors(levels, depth, c, inner, LOOP: tl.constexpr, SPEC: tl.constexpr):
     """What a full tile of this depth multiplies its products by, c and inner with it, and its prefix."""
     share = 1.0
-    if SPEC.per_pair and not LOOP[3]:
+    if SPEC.per_pair and not SPEC.loops[LOOP][3]:
         share = 1.0 / tl.maximum(depth, 1).to(tl.float32)
-    prefix = tl.load(levels[0] + depth * FIELDS + 4) if LOOP[4] < LOOP[0] else 0
+    prefix = tl.load(levels[0] + depth * FIELDS + 4) if SPEC.loops[LOOP][4] < SPEC.loops[LOOP][0] else 0
     if SPEC.is_capped:
         inner = inner * share
     else:
@@ -208,8 +208,10 @@ def load_columns(
 def load_chunk(
     base, first, row, rows, length, CHUNK: tl.constexpr, CHECKED: tl.constexpr, SPEC: tl.constexpr
 ):
-    """Rows of one chunk."""
-    return load_columns(base, first, row, rows, length, CHUNK[0], CHUNK[1], CHECKED, SPEC)
+    """Rows of one chunk, given by its number."""
+    DIM: tl.constexpr = SPEC.chunks[CHUNK][0]
+    COLUMNS: tl.constexpr = SPEC.chunks[CHUNK][1]
+    return load_columns(base, first, row, rows, length, DIM, COLUMNS, CHECKED, SPEC)
 
 
 @triton.jit
@@ -234,7 +236,7 @@ def load_own(own, SPEC: tl.constexpr):
     """All chunks of the side that is not walked."""
     chunks = ()
     for i in tl.static_range(len(SPEC.chunks)):
-        chunks = chunks + (own_chunk(own, SPEC.chunks[i], SPEC),)
+        chunks = chunks + (own_chunk(own, i, SPEC),)
     return chunks
 
 
@@ -247,8 +249,8 @@ def own_prefix(x, own, prefix, LOOP: tl.constexpr, SPEC: tl.constexpr):
     out = ()
     for i in tl.static_range(len(SPEC.chunks)):
         y = x[i]
-        if i >= LOOP[4] and i < LOOP[0]:
-            y = keep_dims(own_chunk(own, SPEC.chunks[i], SPEC), SPEC.chunks[i][0], 0, prefix)
+        if i >= SPEC.loops[LOOP][4] and i < SPEC.loops[LOOP][0]:
+            y = keep_dims(own_chunk(own, i, SPEC), SPEC.chunks[i][0], 0, prefix)
         out = out + (y,)
     return out
 
@@ -259,7 +261,7 @@ def sums_prefix(sums, before, prefix, LOOP: tl.constexpr, SPEC: tl.constexpr):
     out = ()
     for i in tl.static_range(len(SPEC.chunks)):
         total = sums[i]
-        if i >= LOOP[4] and i < LOOP[0]:
+        if i >= SPEC.loops[LOOP][4] and i < SPEC.loops[LOOP][0]:
             dims = SPEC.chunks[i][0] + tl.arange(0, SPEC.chunks[i][1])
             total = tl.where((dims < prefix)[None, :], total, before[i])
         out = out + (total,)
@@ -272,10 +274,10 @@ def score_full(x, base, first, row, rows, length, inner, LOOP: tl.constexpr, SPE
 
     Returns the scores, and the chunks of the tile.
     """
-    COUNT: tl.constexpr = LOOP[0]
+    COUNT: tl.constexpr = SPEC.loops[LOOP][0]
     y = ()
     for i in tl.static_range(COUNT):
-        y = y + (load_chunk(base, first, row, rows, length, SPEC.chunks[i], False, SPEC),)
+        y = y + (load_chunk(base, first, row, rows, length, i, False, SPEC),)
     s = tl.dot(x[0], y[0].T, input_precision=SPEC.precision)
     for i in tl.static_range(1, COUNT):
         s = tl.dot(x[i], y[i].T, s, input_precision=SPEC.precision)
@@ -368,7 +370,7 @@ def add_full(sums, ds, y, LOOP: tl.constexpr, SPEC: tl.constexpr):
     out = ()
     for i in tl.static_range(len(SPEC.chunks)):
         total = sums[i]
-        if i < LOOP[0]:
+        if i < SPEC.loops[LOOP][0]:
             total = tl.dot(ds.to(y[i].dtype), y[i], total, input_precision=SPEC.precision)
         out = out + (total,)
     return out
@@ -379,7 +381,7 @@ def add_dims(sums, ds, walked, low, high, SPEC: tl.constexpr):
     """sums + ds y, all chunks, of the dims from low to high of the walked side, which is read from memory."""
     out = ()
     for i in tl.static_range(len(SPEC.chunks)):
-        y = keep_dims(load_chunk(*walked, SPEC.chunks[i], True, SPEC), SPEC.chunks[i][0], low, high)
+        y = keep_dims(load_chunk(*walked, i, True, SPEC), SPEC.chunks[i][0], low, high)
         out = out + (tl.dot(ds.to(y.dtype), y, sums[i], input_precision=SPEC.precision),)
     return out
 
@@ -397,9 +399,9 @@ def add_mixed(sums, ds, own, walked, pair_at, extent, levels, SPEC: tl.constexpr
 
 
 @triton.jit
-def zero_chunk(COUNT: tl.constexpr, CHUNK: tl.constexpr):
+def zero_chunk(COUNT: tl.constexpr, CHUNK: tl.constexpr, SPEC: tl.constexpr):
     """Sums of one chunk for COUNT rows."""
-    COLUMNS: tl.constexpr = CHUNK[1]
+    COLUMNS: tl.constexpr = SPEC.chunks[CHUNK][1]
     return tl.zeros([COUNT, COLUMNS], tl.float32)
 
 
@@ -408,7 +410,7 @@ def zero_chunks(COUNT: tl.constexpr, SPEC: tl.constexpr):
     """Sums of all chunks for COUNT rows."""
     out = ()
     for i in tl.static_range(len(SPEC.chunks)):
-        out = out + (zero_chunk(COUNT, SPEC.chunks[i]),)
+        out = out + (zero_chunk(COUNT, i, SPEC),)
     return out
 
 

@@ -74,7 +74,7 @@ def driver(monkeypatch):
 
 def every_choice():
     archs, sizes = (80, 86, 89, 90, 100, 103, 110, 120, 121), (1, 16, 64, 65, 128, 129, 256)
-    for arch, version in itertools.product(archs, ((3, 7), (3, 9))):
+    for arch, version in itertools.product(archs, ((3, 6), (3, 7), (3, 9))):
         for which, dtype, size, tile in itertools.product(PASSES, DTYPES, sizes, (64, 128)):
             yield Target(arch, version), which, dtype, size, tile
 
@@ -270,11 +270,18 @@ def test_why_not(driver, monkeypatch):
     assert backend.why_not(problem()) == ["device: compute capability 8.0 or newer, got 7.5"]
     driver(of="hip")
     assert backend.why_not(problem()) == ["device: only NVIDIA GPUs, got hip"]
-    driver()
-    monkeypatch.setattr(triton, "__version__", "3.1.0")
-    assert backend.why_not(problem()) == ["triton: 3.7 or newer, got 3.1.0"]
     monkeypatch.setitem(sys.modules, "triton", None)
     assert config._gpu_target.__wrapped__(0) == "triton: not installed"
+
+
+@compiled
+@pytest.mark.parametrize("version", ["2.3.1", "3.2.0", "3.5.1+git0d1"])
+def test_a_triton_that_is_too_old_is_asked_nothing_but_its_version(version, monkeypatch):
+    """Before 3.4 there are no knobs: what torch.compile had imported ended attention on a CPU."""
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    words = f"triton: wanted 3.6 or newer, got {version}"
+    assert backend.why_not(problem()) == [words]
+    assert config._gpu_target.__wrapped__(0) == words
 
 
 def test_it_is_what_cuda_tensors_take():

@@ -342,7 +342,8 @@ def _descriptor(tensor: Any, meta: Any) -> Iterator[Any]:
     sizes = [*tensor.shape, *tensor.strides]
     nan = tensor.padding == "nan"
     if meta is None:  # no TMA on this target: plain numbers
-        yield from [tensor.base.data_ptr(), *sizes, nan, getattr(tensor, "round_f32_to_tf32", False), *sizes]
+        rounding = [tensor.round_f32_to_tf32] if hasattr(tensor, "round_f32_to_tf32") else []  # since 3.7
+        yield from [tensor.base.data_ptr(), *sizes, nan, *rounding, *sizes]
         return
     if meta.get("is_im2col") or meta["fp4_padded"]:
         raise NotImplementedError("im2col and fp4 tensor descriptors")
