@@ -93,7 +93,7 @@ def build_wheel(folder: Path, **environment: str) -> subprocess.CompletedProcess
 def test_a_build_without_the_library_says_why_and_is_for_any_platform(
     compiler, reason, tmp_path, monkeypatch
 ):
-    """Its wheel was named like a whole one, and users read that there was no compiler, whatever had failed."""
+    """Its wheel was named like a whole one, and users read that there was no compiler, whatever failed."""
     done = build_wheel(tmp_path, CXX=compiler)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
