@@ -119,6 +119,7 @@ class Spec(NamedTuple):
     depths: int = 0  # how many levels there are
     per_pair: bool = False  # divide by the number of levels that a pair shares
     mixed: int = 0  # rows of the side that is walked in a partial tile
+    # Functions take the number of a chunk or loop: Triton 3.6 passes no tuple of numbers.
     chunks: tuple[Any, ...] = ()
     loops: tuple[Any, ...] = ((0, 0, 0, False), (0, 0, 0, True))  # full tiles, partial tiles
 
