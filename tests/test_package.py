@@ -34,18 +34,21 @@ def test_import_loads_no_triton_when_it_is_installed(tmp_path):
 
 
 def test_import_takes_little_beyond_torch():
+    """At most a fifth of torch's own import, in CPU time of one process: both depend on the machine."""
     code = """
-import torch, time
-start = time.process_time()  # of this process: others keep the machine busy
+import time
+start = time.process_time()
+import torch
+middle = time.process_time()
 import attnbias
-print(time.process_time() - start)
+print((time.process_time() - middle) / (middle - start))
 """
-    times = []
-    while len(times) < 5 and min(times, default=1.0) >= 0.2:
+    shares = []
+    while len(shares) < 5 and min(shares, default=1.0) >= 0.2:
         done = run(code)
         assert done.returncode == 0, done.stderr
-        times.append(float(done.stdout))
-    assert min(times) < 0.2, f"best of {len(times)}: {min(times):.3f} s"
+        shares.append(float(done.stdout))
+    assert min(shares) < 0.2, f"best of {len(shares)}: {min(shares):.2f}"
 
 
 def test_mapped_folders_are_part_of_the_package():
