@@ -15,8 +15,9 @@ from ..layouts.bound import Bound, Place, complement, intersect, join_edges, uni
 from ..layouts.edges import Edges
 from ..layouts.intervals import Ints, count_groups
 from ..layouts.predicate import Predicate
+from .fields import show
 from .patterns import Causal, Empty, Full, Window, window_of
-from .relation import Relation, as_count, as_indices, show
+from .relation import Relation, as_count, as_indices
 
 
 def conjunction(*parts: Relation) -> Relation:

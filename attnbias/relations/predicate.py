@@ -15,9 +15,10 @@ from ..layouts.bound import Bound, Place
 from ..layouts.edges import Edges
 from ..layouts.intervals import Intervals, Ints, pointer
 from ..layouts.predicate import Predicate
+from .fields import hashable
 from .patterns import RANGES_PER_ROW
 from .pointwise import is_elementwise, map_pairs, reads_index
-from .relation import Relation, hashable
+from .relation import Relation
 
 MOST_LISTED = 0.37  # share of a mask up to which its pairs are listed: denser ones are quicker as tiles
 

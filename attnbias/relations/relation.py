@@ -15,14 +15,13 @@ from typing_extensions import dataclass_transform
 from ..arguments import check_dense
 from ..layouts.bound import Bound, Place
 from ..layouts.predicate import Predicate
+from .fields import MANY_NUMBERS, count_numbers, hashable, show
 from .recipe import Recipe, register, write
 
 if TYPE_CHECKING:
     from ..layouts.device import Pairs
     from ..layouts.layout import Form, Layout
     from ..multilevel import MultiLevel
-
-MANY_NUMBERS = 64  # a relation holding more is abbreviated when printed, and keeps its layouts to itself
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
@@ -415,7 +414,7 @@ class Relation:
 
     def _numbers(self) -> int:
         """How many numbers the repr would show."""
-        return sum(_size(value) for _, value, _ in self._values())
+        return sum(count_numbers(value) for _, value, _ in self._values())
 
     def __repr__(self) -> str:
         short = self._numbers() > MANY_NUMBERS
@@ -443,37 +442,6 @@ def resolve_start(q_start: int | Literal["end"], q_len: int, k_len: int) -> int:
     if isinstance(q_start, bool) or not isinstance(q_start, int | np.integer):
         raise TypeError(f"q_start: wanted an integer or 'end', got {q_start!r}")
     return int(q_start)
-
-
-def hashable(value: Any) -> Hashable:
-    """What stands for a field's value when relations are compared: its content, or the object itself."""
-    if isinstance(value, Tensor):
-        array = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return tuple(value.shape), value.dtype, array.tobytes()
-    if isinstance(value, np.ndarray):
-        return value.shape, value.dtype.str, value.tobytes()
-    if isinstance(value, list | tuple):
-        return type(value), *map(hashable, value)
-    if isinstance(value, dict):
-        return frozenset((key, hashable(each)) for key, each in value.items())
-    return (type(value), value) if isinstance(value, Hashable) else (type(value), id(value))
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, Tensor):
-        # Nothing in several dimensions cannot be told from its list: as if it were too much.
-        return value.numel() if value.numel() or value.dim() == 1 else MANY_NUMBERS + 1
-    return len(value) if isinstance(value, tuple) else 0
-
-
-def show(value: Any, short: bool | None = None) -> str:
-    """A field's value as the repr prints it."""
-    short = _size(value) > MANY_NUMBERS if short is None else short
-    if isinstance(value, Tensor):
-        return f"<{list(value.shape)}>" if short else repr(value.tolist())
-    if isinstance(value, tuple):
-        return f"<{len(value)}>" if short and len(value) > MANY_NUMBERS // 2 else repr(list(value))
-    return repr(value)
 
 
 def as_indices(name: str, value: Any, ranks: Sequence[int]) -> Tensor:
