@@ -1,11 +1,11 @@
-# `make test` and `make bench` set up everything they need. VENV=path uses an environment that is already
-# there, torch and all, and adds only what is missing; without it, .venv is made from requirements/.
+# `make test` and `make bench` set up everything they need. VENV=path uses an existing environment that has
+# torch, and adds only what is missing; without it, .venv is made from requirements/.
 
-# PYTHON makes .venv (the pins need 3.11 or newer); WORKERS are test processes.
+# PYTHON creates .venv (the pins need 3.11 or newer); WORKERS is the number of test processes.
 PYTHON ?= python3
 WORKERS ?= 2
 PINS := requirements/test.txt requirements/bench.txt
-CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu)
+CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
 
 ifdef VENV
 ENV := $(VENV)
@@ -29,7 +29,7 @@ setup: $(STAMP)
 
 $(STAMP): setup.py pyproject.toml $(wildcard requirements/*) $(CSRC) $(STALE)
 ifdef VENV
-	@$(RUN) -c "import torch" || { echo "VENV=$(VENV) has no torch that imports; install one there first"; exit 1; }
+	@$(RUN) -c "import torch" || { echo "VENV=$(VENV): torch does not import there; install it first"; exit 1; }
 	missing=$$($(RUN) requirements/missing.py $(PINS)) && { test -z "$$missing" || $(RUN) -m pip install $$missing; }
 	$(RUN) -m pip install --no-deps -e .
 else
@@ -39,22 +39,22 @@ else
 endif
 	@echo "$(CURDIR)" > $@
 
-# One thread each: two workers with two threads on two cores wait for each other, up to 100 times as long.
+# One thread per worker: on two cores, two workers with two threads each took up to 100 times as long.
 test: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -p no:benchmark -m "not slow" $(ARGS)
 
 test-all: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -p no:benchmark $(ARGS)
 
-# The C++ kernels under the address and undefined-behaviour sanitizers, fresh memory full of NaN.
+# Test the C++ kernels under the address and undefined-behaviour sanitizers, with fresh memory full of NaN.
 SANITIZED := build/sanitized
 sanitize: setup
 	CXXFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -DAB_POISON" \
 	  $(RUN) setup.py -q build_ext --force --build-lib $(SANITIZED) --build-temp $(SANITIZED)/objects
 	OMP_NUM_THREADS=1 ATTNBIAS_CPU_LIBRARY=$(SANITIZED)/attnbias/libattnbias.so \
 	  LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
-	  $(RUN) -m pytest -n $(WORKERS) -p no:benchmark -m "not slow" tests/test_cpu.py tests/test_cpu_edges.py \
-	  tests/test_cpu_sort.py tests/test_cpu_terms.py tests/test_dropout.py tests/test_native_layout.py $(ARGS)
+	  $(RUN) -m pytest -n $(WORKERS) -p no:benchmark -m "not slow" tests/backends/cpu \
+	  tests/op/test_dropout.py tests/layouts/test_native.py $(ARGS)
 
 bench: setup
 	$(RUN) -m attnbias bench $(ARGS)
@@ -62,7 +62,7 @@ bench: setup
 bench-gate: setup
 	$(RUN) -m attnbias bench gate $(ARGS)
 
-# Counts of compiled GPU code, beside FlexAttention's; no GPU. ARGS=--store keeps them, --rebuild builds both sides.
+# Count compiled GPU code, ours and FlexAttention's; needs no GPU. ARGS: --store, --rebuild, --gate.
 static: setup
 	$(RUN) -m attnbias.benchmarks.static $(ARGS)
 
@@ -80,7 +80,7 @@ format: setup
 	$(RUN) -m ruff format
 	$(if $(CSRC),$(ENV)/bin/clang-format -i $(CSRC))
 
-# Leaves an environment named by VENV alone.
+# Does not touch an environment named by VENV.
 clean:
 	rm -rf .venv build dist results *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,11 +22,11 @@ FOLDERS = {
 }
 
 FLAGS = (
-    *("-std=c++17", "-O2", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
+    *("-std=c++17", "-O2", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Icsrc"),
     *("-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wconversion", "-Wno-psabi"),
 )
-# csrc/level.cpp is compiled once for each; the library chooses among them when it runs.
-LEVELS = {
+# csrc/isa.cpp is compiled once for each; the library chooses at run time.
+ISAS = {
     "x86_64": {
         "baseline": (),
         "avx2": ("-mavx2", "-mfma", "-mf16c"),
@@ -49,27 +49,27 @@ def packages() -> list[str]:
 
 
 def run(command: list[str]) -> None:
-    """Run a compiler; what it says is shown, and kept in the exception if it fails."""
+    """Run a compiler; show its messages, and keep them in the exception if it fails."""
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     sys.stderr.write(done.stderr)
     done.check_returncode()
 
 
 def in_words(error: OSError | subprocess.CalledProcessError) -> str:
-    """Say in a line why there is no library, then all that the compiler said."""
+    """Return a line on why there is no library, then the compiler's messages."""
     if isinstance(error, OSError):
         return str(error)
     lines = error.stderr.splitlines()
-    first = next((line for line in lines if "error" in line), "it says nothing")
-    return "\n".join([f"{error.cmd[0]} ended with {error.returncode}: {first}", *lines])
+    first = next((line for line in lines if "error" in line), "no error message")
+    return "\n".join([f"{error.cmd[0]} exited with {error.returncode}: {first}", *lines])
 
 
 class BuildLibrary(build_ext):
     """Compile csrc/ into one plain shared library, which serves every Python and torch.
 
-    Without a compiler that works the package is built all the same, and the reason is written where the
-    library would be, for ``attnbias.library`` to quote: pip shows no warning. ATTNBIAS_REQUIRE_CPU=1 makes it
-    an error.
+    Without a working compiler the package is still built. The reason is written to a file next to where the
+    library would be, and ``attnbias.native`` quotes it, because pip shows no warning.
+    ATTNBIAS_REQUIRE_CPU=1 makes it an error.
     """
 
     failure = ""
@@ -95,7 +95,7 @@ class BuildLibrary(build_ext):
                 raise RuntimeError(
                     f"ATTNBIAS_REQUIRE_CPU: wanted a C++ library, got {self.failure}"
                 ) from None
-            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # of an earlier build
+            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # left by an earlier build
             self.warn(f"built without the C++ library, attention will be slow on CPUs: {self.failure}")
 
     def _compile(self, ext: Extension) -> None:
@@ -103,11 +103,11 @@ class BuildLibrary(build_ext):
         extra = os.environ.get("CXXFLAGS", "").split()
         objects = Path(self.build_temp).absolute()
         objects.mkdir(parents=True, exist_ok=True)
-        levels = LEVELS.get(platform.machine(), {"baseline": ()})
+        isas = ISAS.get(platform.machine(), {"baseline": ()})
         jobs = [
-            (source, objects / f"{Path(source).stem}_{level}.o", [*isa, f"-DAB_LEVEL={level}"])
+            (source, objects / f"{Path(source).stem}_{isa}.o", [*flags, f"-DAB_ISA={isa}"])
             for source in ext.sources
-            for level, isa in (levels.items() if source.endswith("level.cpp") else [("any", ())])
+            for isa, flags in (isas.items() if source.endswith("isa.cpp") else [("any", ())])
         ]
 
         def compile_one(job: tuple[str, Path, list[str]]) -> None:
@@ -123,15 +123,15 @@ class BuildLibrary(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """Tag the wheel for the platform alone, for the library knows no Python; for any without a library."""
+    """Tag the wheel by platform only: the library depends on no Python. Without it, tag for any platform."""
 
     def get_tag(self) -> tuple[str, str, str]:
         is_plain = self.get_finalized_command("build_ext").failure
         return "py3", "none", "any" if is_plain else super().get_tag()[2]
 
 
-SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
-HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))  # or the source distribution lacks them
+SOURCES = sorted(str(path) for path in Path("csrc").rglob("*.cpp"))
+HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.h"))  # or the source distribution lacks them
 
 setup(
     packages=packages(),

@@ -1,13 +1,18 @@
-"""Attention that computes only the relations you assume."""
+"""Attention that computes only the relations you assume.
+
+Start with ``attention``. The other modules here are ``arguments`` (checks that every folder may use),
+``native`` (opens the C++ library) and ``structured`` (structured matrices). The folders, from the bottom:
+``sets``, ``layouts``, ``relations``, ``scores``, ``backends``, ``op``, then ``testing`` and ``symmetry``,
+then ``nn`` and ``integrations``. A folder imports only those before it; docs/architecture.md explains why.
+"""
 
 from . import testing
-from .buckets import linear_buckets, t5_buckets
-from .dispatch import use_backend
-from .explanation import explain, verify
+from .attention import attention
 from .layouts import Layout, layout_cache
-from .merge import merge
-from .multilevel import MultiLevel
-from .ops import attention
+from .op.dispatch import use_backend
+from .op.explain import explain
+from .op.merge import merge
+from .op.weights import attention_weights, edge_weights
 from .relations import (
     Bipartite,
     Causal,
@@ -32,9 +37,11 @@ from .relations import (
     Window,
     knn_graph,
 )
-from .scores import AdditiveScore
-from .terms import ALiBi, EdgeBias, GridBias, KeyBias, PairBias, RelativeBias
-from .weights import attention_weights, edge_weights
+from .scores.additive import AdditiveScore
+from .scores.buckets import linear_buckets, t5_buckets
+from .scores.multilevel import MultiLevel
+from .scores.terms import ALiBi, EdgeBias, GridBias, KeyBias, PairBias, RelativeBias
+from .testing.verify import verify
 
 __version__ = "0.1.0"
 

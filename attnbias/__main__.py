@@ -1,4 +1,4 @@
-"""The command ``attnbias``: show a relation, verify a backend, check the theory, run the benchmark."""
+"""Show a relation, verify the backends, print what is installed, check the theory, or run the benchmark."""
 
 from __future__ import annotations
 
@@ -12,67 +12,65 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from . import __version__, checklist, dispatch, soak
+from . import __version__
+from .arguments import device_of
 from .backends import cpu
 from .layouts import Layout
+from .op import dispatch
 from .relations import parse
+from .testing import checklist, soak
 
-MOST_TILES = 64  # along a side that are drawn as text
+MOST_TILES = 64  # drawn as text along a side
 OPTIONAL = {
     "triton": "the backend for GPUs",
     "matplotlib": "plots, show --png",
-    "rich": "tables and progress of bench",
+    "rich": "tables and progress bars of bench",
     "safetensors": "Layout.save and load",
-    "scipy": "orders of nodes; a peer of bench",
-    "torch_geometric": "integrations.pyg; a peer of bench",
+    "scipy": "node orders; a peer in bench",
+    "torch_geometric": "integrations.pyg; a peer in bench",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code."""
-    parser = argparse.ArgumentParser(prog="attnbias", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("show", help="draw a relation and its layout")
-    show.add_argument("relation", help="an expression, such as 'Causal() & Window(before=3)'")
-    show.add_argument("q_len", type=int, nargs="?", default=16)
-    show.add_argument("k_len", type=int, nargs="?", default=None)
-    show.add_argument("--q-start", default="0", help="a number, or 'end'")
-    show.add_argument("--tile", type=int, choices=(64, 128), help="the size of tiles; chosen by default")
-    show.add_argument("--form", default="auto", help="auto, tiles or edges")
-    show.add_argument("--png", help="also draw the tiles into this file")
-    verify = commands.add_parser("verify", help="compare every kernel that can run here with float64")
-    verify.add_argument(
-        "--device", default=None, help="cpu, cuda or cuda:1; by default a GPU if there is one"
-    )
-    verify.add_argument("--backend", default=None, help="its name; by default each that can run")
-    verify.add_argument("--case", default="", help="only lines that hold these words")
-    verify.add_argument("--random", type=int, metavar="N", help="draw so many problems instead")
-    verify.add_argument("--seed", type=int, default=0, help="the first drawn problem's seed")
-    verify.add_argument("--small", action="store_true", help="draw small ones, as for TRITON_INTERPRET=1")
-    verify.add_argument("--long", action="store_true", help="compare rows of 65,536 tokens instead")
-    commands.add_parser("info", help="versions, devices, backends and why each can or cannot run")
-    commands.add_parser(
-        "theory", help="the mechanisms' relations and symmetries, and each claim on every backend"
-    )
-    bench = commands.add_parser("bench", help="run the benchmark", add_help=False)
+    """Run the command and return its exit code."""
+    parser = _parser()
     given, rest = parser.parse_known_args(arguments)
     if rest and given.command != "bench":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        if given.command == "show":
-            return _show(given)
-        if given.command == "verify":
-            return _verify(given)
-        if given.command == "info":
-            return _info()
-        if given.command == "theory":
-            return _theory()
-        from .benchmarks.__main__ import main as run_benchmark
+        if given.command == "bench":
+            from .benchmarks.__main__ import main as run_benchmark
 
-        bench.exit(run_benchmark(rest) or 0)
+            return run_benchmark(rest) or 0
+        return {"show": _show, "verify": _verify, "info": _info, "theory": _theory}[given.command](given)
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
         print(f"attnbias: {error}", file=sys.stderr)
         return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="attnbias", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    show = commands.add_parser("show", help="draw which query attends to which key, and the layout of tiles")
+    show.add_argument("relation", help="an expression such as 'Causal() & Window(before=3)'")
+    show.add_argument("q_len", type=int, nargs="?", default=16, help="number of queries (16)")
+    show.add_argument("k_len", type=int, nargs="?", default=None, help="number of keys (as many as queries)")
+    show.add_argument("--q-start", default="0", help="position of the first query: a number or 'end' (0)")
+    show.add_argument("--tile", type=int, choices=(64, 128), help="tile size (the cheaper one)")
+    show.add_argument("--form", default="auto", help="tiles, edges, or auto for the cheaper one (auto)")
+    show.add_argument("--png", metavar="FILE", help="also write a picture of the tiles to this file")
+    verify = commands.add_parser("verify", help="compare every backend that can run here with float64")
+    verify.add_argument("--device", default=None, help="cpu, cuda or cuda:1 (a GPU if there is one)")
+    verify.add_argument("--backend", default=None, help="only this backend (all that can run)")
+    verify.add_argument("--case", default="", help="only checks whose line contains this text")
+    verify.add_argument("--random", type=int, metavar="N", help="check N random problems instead")
+    verify.add_argument("--seed", type=int, default=0, help="seed of the first random problem (0)")
+    verify.add_argument("--small", action="store_true", help="small random problems, for TRITON_INTERPRET=1")
+    verify.add_argument("--long", action="store_true", help="check some rows of 65,536 tokens instead")
+    commands.add_parser("info", help="print versions and devices, and why each backend can or cannot run")
+    commands.add_parser("theory", help="print the symmetries of each mechanism, and check the claims on them")
+    commands.add_parser("bench", help="run the benchmark; bench --help lists its options", add_help=False)
+    return parser
 
 
 def _show(given: argparse.Namespace) -> int:
@@ -88,7 +86,7 @@ def _show(given: argparse.Namespace) -> int:
     print(layout.stats())
     if given.png:
         layout.picture(given.png)
-        print(f"drawn in {given.png}")
+        print(f"wrote {given.png}")
     return 0
 
 
@@ -97,28 +95,25 @@ def _verify(given: argparse.Namespace) -> int:
     if given.backend is not None:
         dispatch.check_name(given.backend, "--backend")
     if given.backend == "triton":
-        import triton  # noqa: F401  # as it interprets or has a driver for the host, so does the backend
+        import triton  # noqa: F401  # the backend looks at it for an interpreter or a driver
     if given.random is not None:
         return _verify_random(given, device)
-    started = time.monotonic()
-    passed = failed = 0
-    seen = set()
-    if given.long:
-        found = checklist.long_lines(device, given.backend)
-    else:
-        found = checklist.lines(device, given.backend, given.case)
+    started, lines = time.monotonic(), []
+    is_long, backend = given.long, given.backend
+    found = checklist.long_lines(device, backend) if is_long else checklist.lines(device, backend, given.case)
     for line in found:
         print(line, flush=True)
-        seen.add(line.backend)
-        failed += bool(line.fault)
-        passed += not line.fault
-    if not (given.backend or given.long):
+        lines.append(line)
+    if not (backend or is_long):
         for name, why in checklist.backends_of(device).items():
-            if name not in seen:
-                print(f"{name}: {why or 'refuses each of these'}")
-    if not passed + failed:
-        raise ValueError(f"nothing to verify: {given.backend or 'no backend'} runs no such check on {device}")
-    print(f"{passed} passed, {failed} failed on {device}, {time.monotonic() - started:.0f} s")
+            if all(line.backend != name for line in lines):
+                print(f"{name}: {why or 'refuses all of these checks'}")
+    if not lines:
+        who = backend or "no backend"
+        raise ValueError(f"nothing to verify: {who} runs none of these checks on {device}")
+    failed = sum(bool(line.fault) for line in lines)
+    seconds = time.monotonic() - started
+    print(f"{len(lines) - failed} passed, {failed} failed on {device}, {seconds:.0f} s")
     return 1 if failed else 0
 
 
@@ -134,7 +129,7 @@ def _verify_random(given: argparse.Namespace, device: str) -> int:
         except NotImplementedError:
             refused += 1
             continue
-        except Exception as error:  # the problems that follow are still of use
+        except Exception as error:  # the remaining problems are still worth checking
             failed += 1
             print(f"FAILED seed {seed}: {checklist.words_of(error)}", flush=True)
             continue
@@ -148,38 +143,17 @@ def _verify_random(given: argparse.Namespace, device: str) -> int:
     seconds = time.monotonic() - started
     print(
         f"{given.random - refused - failed} passed, {failed} failed, {refused} refused by "
-        f"{given.backend or 'the backends chosen'}, {bare} run without options that it refuses, "
+        f"{given.backend or 'the chosen backends'}, {bare} run without the options that it refuses, "
         f"{seconds:.0f} s, seeds {given.seed}..{given.seed + given.random - 1}"
     )
     return 1 if failed or refused == given.random else 0
 
 
-def device_of(name: str | None) -> str:
-    """A device that is there: a GPU where none is named and torch sees one.
-
-    Raises:
-        ValueError: if there is no such device.
-    """
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device: wanted cpu, cuda or cuda:1, got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device: wanted cpu or cuda, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"--device: {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
-        )
-    return name
-
-
-def _info() -> int:
+def _info(given: argparse.Namespace) -> int:
     print(f"attnbias {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}")
-    level = cpu.missing() or f"kernels at {cpu.level()} (of {', '.join(cpu.levels())})"
+    kernels = cpu.missing() or f"kernels at {cpu.isa()} (of {', '.join(cpu.isas())})"
     print(f"cpu: {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads")
-    print(f"     torch at {torch.backends.cpu.get_cpu_capability()}; {level}")
+    print(f"     torch at {torch.backends.cpu.get_cpu_capability()}; {kernels}")
     devices = ["cpu"]
     for number in range(torch.cuda.device_count()):
         devices.append(f"cuda:{number}")
@@ -197,7 +171,7 @@ def _info() -> int:
     return 0
 
 
-def _theory() -> int:
+def _theory(given: argparse.Namespace) -> int:
     from .symmetry.theory import report
 
     text, held = report()

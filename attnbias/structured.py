@@ -1,38 +1,41 @@
 """Structured matrices: families between low rank and dense, each a value made of small tensors.
 
-Attention scores a pair by ``x^T M x'``. With ``M = W_Q W_K^T`` the form has low rank; these families give it
-full rank, or more of it to near features than to far ones, for few parameters and multiply-adds. All are
-instances of one, :class:`MLBTC`, and ``to_mlbtc()`` shows how.
+Attention scores a pair by ``x^T M x'``. With ``M = W_Q W_K^T`` the form has low rank. These families give it
+full rank, or more rank for near features than for far ones, with few parameters and multiply-adds. All are
+instances of one family, :class:`MLBTC`; ``to_mlbtc()`` shows how. ``attnbias.nn.BilinearBTTAttention`` scores
+with a :class:`BTT`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 
 class StructuredMatrix:
-    """A matrix [n, m] that is multiplied without being made dense."""
+    """A matrix [n, m] that is multiplied without being written out; a frozen dataclass of tensors."""
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """The tensors that it is made of; they may require gradients."""
-        raise NotImplementedError
+        """The tensors that it is made of, in the order of its fields; they may require gradients."""
+        return tuple(_tensors(getattr(self, field.name) for field in fields(self)))  # type: ignore[arg-type]
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows n and columns m."""
         raise NotImplementedError
 
-    def _apply(self, x: Tensor) -> Tensor:
-        """Multiply by x [m, count]."""
+    def apply(self, x: Tensor) -> Tensor:
+        """Multiply by the columns of x [m, count]."""
         raise NotImplementedError
 
     def to_mlbtc(self) -> MLBTC:
-        """The same matrix as an instance of the umbrella family."""
+        """Return the same matrix as an instance of the umbrella family."""
         raise NotImplementedError
 
     def __matmul__(self, x: Tensor) -> Tensor:
@@ -40,24 +43,79 @@ class StructuredMatrix:
         rows, columns = self.shape
         if x.dim() not in (1, 2) or x.shape[0] != columns:
             raise ValueError(f"x: wanted [{columns}] or [{columns}, count], got {list(x.shape)}")
-        return self._apply(x.reshape(columns, -1)).reshape(rows, *x.shape[1:])
+        return self.apply(x.reshape(columns, -1)).reshape(rows, *x.shape[1:])
 
     def dense(self) -> Tensor:
-        """The matrix itself, [n, m]."""
+        """Write the matrix out, [n, m]."""
         some = self.parameters[0]
         return self @ torch.eye(self.shape[1], dtype=some.dtype, device=some.device)
 
     def rank(self) -> int:
-        """The numerical rank of the dense matrix."""
+        """Return the numerical rank of the dense matrix."""
         return int(torch.linalg.matrix_rank(self.dense()))
 
     def macs(self) -> int:
-        """Multiply-adds of the product with one vector."""
+        """Count the multiply-adds of the product with one vector."""
         return sum(x.numel() for x in self.parameters)
 
 
+def _tensors(parts: Iterable[Any]) -> Iterator[Tensor]:
+    for part in parts:
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, StructuredMatrix):
+            yield from part.parameters
+        else:
+            yield from _tensors(part)
+
+
+def _match(
+    sizes: dict[str, int], name: str, x: Any, letters: str, total: int | None = None, whose: str = ""
+) -> None:
+    """Add the sizes of a tensor to those known by letter; raise where they disagree.
+
+    ``total`` is the wanted product of the first two sizes, ``whose`` its formula in the error.
+    """
+    wanted = f"[{', '.join(letters)}]"
+    if not isinstance(x, Tensor) or x.dim() != len(letters):
+        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name}: wanted a tensor {wanted}, got {got}")
+    for letter, size in zip(letters, x.shape, strict=True):
+        if sizes.setdefault(letter, size) != size:
+            raise ValueError(f"{name}: wanted {wanted} with {letter} = {sizes[letter]}, got {list(x.shape)}")
+    if total not in (None, x.shape[0] * x.shape[1]):
+        equation = f"{letters[0]} * {letters[1]} = {whose}{total}"
+        raise ValueError(f"{name}: wanted {wanted} with {equation}, got {list(x.shape)}")
+
+
 @dataclass(frozen=True, eq=False)
-class LowRank(StructuredMatrix):
+class _Pair(StructuredMatrix):
+    """A matrix made of two tensors whose dimensions have letters; equal letters have equal sizes."""
+
+    left: Tensor
+    right: Tensor
+    _letters: ClassVar[tuple[str, str]]  # of left and right
+    _sides: ClassVar[tuple[str, str]]  # the letters whose product is n, and m
+
+    def __post_init__(self) -> None:
+        self._sizes()
+
+    def _sizes(self) -> dict[str, int]:
+        """Return the size of each letter, or raise."""
+        sizes: dict[str, int] = {}
+        for name, x, letters in zip(("left", "right"), (self.left, self.right), self._letters, strict=True):
+            _match(sizes, name, x, letters)
+        return sizes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See :class:`StructuredMatrix`."""
+        sizes = self._sizes()
+        rows, columns = (math.prod(sizes[letter] for letter in side) for side in self._sides)
+        return rows, columns
+
+
+class LowRank(_Pair):
     """``left @ right.T``: rank r for r (n + m) numbers.
 
     Args:
@@ -65,42 +123,27 @@ class LowRank(StructuredMatrix):
         right: [m, r].
     """
 
-    left: Tensor
-    right: Tensor
+    _letters, _sides = ("nr", "mr"), ("n", "m")
 
-    def __post_init__(self) -> None:
-        _wanted("left", self.left, "[n, r]", 2)
-        _wanted("right", self.right, "[m, r]", 2)
-        _same("right", "rank", self.right.shape[1], self.left.shape[1])
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Left and right."""
-        return self.left, self.right
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        return self.left.shape[0], self.right.shape[0]
-
-    def _apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
+        """See :class:`StructuredMatrix`."""
         return self.left @ (self.right.T @ x)
 
     def to_mlbtc(self) -> MLBTC:
-        """One level of one block."""
-        return MLBTC([MLBTCLevel(self.left[None], self.right.T[None])])
+        """Return one level of one block."""
+        return MLR([self.left[None]], [self.right[None]]).to_mlbtc()
 
 
 @dataclass(frozen=True, eq=False)
 class MLR(StructuredMatrix):
     """Multi-level low rank: a sum of block-diagonal matrices with low-rank blocks.
 
-    Level l has p blocks ``left[l][k] @ right[l][k].T``, usually 1, 2, 4, ... of them. Its rank is that of all
-    levels together, up to full, for ``(n + m) * sum of r`` numbers.
+    Level l has p blocks ``left[l][k] @ right[l][k].T``, usually 1, 2, 4, ... of them. The rank is that of all
+    levels together, up to full rank, for ``(n + m) * sum of r`` numbers.
 
     Args:
-        left: for each level [p, n / p, r].
-        right: for each level [p, m / p, r].
+        left: [p, n / p, r] per level.
+        right: [p, m / p, r] per level.
     """
 
     left: Sequence[Tensor]
@@ -109,29 +152,24 @@ class MLR(StructuredMatrix):
     def __post_init__(self) -> None:
         object.__setattr__(self, "left", tuple(self.left))
         object.__setattr__(self, "right", tuple(self.right))
-        _same("right", "number of levels", len(self.right), len(self.left))
         if not self.left:
             raise ValueError("left: wanted at least one level, got none")
+        if len(self.right) != len(self.left):
+            raise ValueError(f"right: wanted as many levels as left, {len(self.left)}, got {len(self.right)}")
         for i, (left, right) in enumerate(zip(self.left, self.right, strict=True)):
-            _wanted(f"left[{i}]", left, "[p, n / p, r]", 3)
-            _wanted(f"right[{i}]", right, "[p, m / p, r]", 3)
-            _same(f"right[{i}]", "number of blocks", right.shape[0], left.shape[0])
-            _same(f"right[{i}]", "rank", right.shape[2], left.shape[2])
-            _same(f"left[{i}]", "number of rows", left.shape[0] * left.shape[1], self.shape[0])
-            _same(f"right[{i}]", "number of columns", right.shape[0] * right.shape[1], self.shape[1])
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Left and right of each level."""
-        return (*self.left, *self.right)
+            sizes: dict[str, int] = {}
+            rows, columns = self.shape if i else (None, None)
+            _match(sizes, f"left[{i}]", left, "pir", rows)
+            _match(sizes, f"right[{i}]", right, "pjr", columns)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """See :class:`StructuredMatrix`."""
         left, right = self.left[0], self.right[0]
         return left.shape[0] * left.shape[1], right.shape[0] * right.shape[1]
 
-    def _apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
+        """See :class:`StructuredMatrix`."""
         out = x.new_zeros(self.shape[0], x.shape[1])
         for left, right in zip(self.left, self.right, strict=True):
             small = right.mT @ x.view(*right.shape[:2], -1)  # [p, r, count]
@@ -139,133 +177,87 @@ class MLR(StructuredMatrix):
         return out
 
     def to_mlbtc(self) -> MLBTC:
-        """A level each, without permutations."""
+        """Return one level per level, without permutations."""
         pairs = zip(self.left, self.right, strict=True)
         return MLBTC([MLBTCLevel(left, right.mT) for left, right in pairs])
 
 
-@dataclass(frozen=True, eq=False)
-class BTT(StructuredMatrix):
-    """Block tensor train: two block-diagonal factors, a shuffle between: full rank for ~ 2 n^1.5 s numbers.
+class BTT(_Pair):
+    """Block tensor train: two block-diagonal factors with a shuffle between them.
 
-    With n = a b and m = c e, ``M[(i, j), (g, d)] = sum over t of left[j, i, g, t] * right[g, d, j, t]``.
+    It has full rank for ~ 2 n^1.5 s numbers. With n = a b and m = c e,
+    ``M[(i, j), (g, d)] = sum over t of left[j, i, g, t] * right[g, d, j, t]``.
 
     Args:
         left: [b, a, c, s].
         right: [c, e, b, s].
     """
 
-    left: Tensor
-    right: Tensor
+    _letters, _sides = ("bacs", "cebs"), ("ab", "ce")
 
-    def __post_init__(self) -> None:
-        _wanted("left", self.left, "[b, a, c, s]", 4)
-        _wanted("right", self.right, "[c, e, b, s]", 4)
-        b, _, c, s = self.left.shape
-        wanted, got = (c, b, s), (self.right.shape[0], *self.right.shape[2:])
-        if wanted != got:
-            raise ValueError(f"right: wanted (c, b, s) = {wanted} as in left, got {got}")
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Left and right."""
-        return self.left, self.right
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        (b, a, c, _), e = self.left.shape, self.right.shape[1]
-        return a * b, c * e
-
-    def _apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
+        """See :class:`StructuredMatrix`."""
         small = torch.einsum("gdjt,gdx->jgtx", self.right, x.view(*self.right.shape[:2], -1))
         return torch.einsum("jigt,jgtx->ijx", self.left, small).flatten(0, 1)
 
+    def entries(self) -> Tensor:
+        """Write the matrix out as M[i, j, g, d], [a, b, c, e]."""
+        return torch.einsum("jigt,gdjt->ijgd", self.left, self.right)
+
     def to_mlbtc(self) -> MLBTC:
-        """One level with perfect shuffles between its factors and after them."""
+        """Return one level with perfect shuffles between its factors and after them."""
         (b, a, c, s), e = self.left.shape, self.right.shape[1]
         left = self.left.reshape(b, a, c * s)
         right = self.right.permute(0, 2, 3, 1).reshape(c, b * s, e)
-        # The right factor gives (g, j, t), the left one takes (j, g, t), gives (j, i), and (i, j) is wanted.
+        # The right factor yields (g, j, t) and the left one reads (j, g, t); the left one yields (j, i), and
+        # the result is (i, j).
         inner = torch.arange(c * b * s).view(c, b, s).transpose(0, 1).reshape(-1)
         outer = torch.arange(b * a).view(b, a).T.reshape(-1)
         return MLBTC([MLBTCLevel(left, right, inner, outer)])
 
 
-@dataclass(frozen=True, eq=False)
-class Monarch(StructuredMatrix):
-    """Block tensor train of s = 1 and square blocks: n = m = b * b.
+class Monarch(_Pair):
+    """A block tensor train with s = 1 and square blocks: n = m = b * b.
 
     Args:
         left: [b, b, b], ``left[j, i, g]``.
         right: [b, b, b], ``right[g, d, j]``.
     """
 
-    left: Tensor
-    right: Tensor
+    _letters, _sides = ("bbb", "bbb"), ("bb", "bb")
 
-    def __post_init__(self) -> None:
-        for name, x in (("left", self.left), ("right", self.right)):
-            _wanted(name, x, "[b, b, b]", 3)
-            if x.shape != (len(self.left),) * 3:
-                raise ValueError(f"{name}: wanted [b, b, b] with b = {len(self.left)}, got {list(x.shape)}")
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Left and right."""
-        return self.left, self.right
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        return len(self.left) ** 2, len(self.left) ** 2
-
-    def _apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
+        """See :class:`StructuredMatrix`."""
         small = self.right.mT @ x.view(*self.right.shape[:2], -1)  # [g, j, count]
         return (self.left @ small.transpose(0, 1)).transpose(0, 1).flatten(0, 1)
 
     def to_mlbtc(self) -> MLBTC:
-        """As a block tensor train."""
+        """Return it as a block tensor train."""
         return BTT(self.left[..., None], self.right[..., None]).to_mlbtc()
 
 
-@dataclass(frozen=True, eq=False)
-class Kronecker(StructuredMatrix):
-    """``left`` Kronecker times ``right``: a block tensor train whose blocks are tied.
+class Kronecker(_Pair):
+    """The Kronecker product of ``left`` and ``right``: a block tensor train whose blocks are tied.
 
     Args:
         left: [a, c].
         right: [b, e].
     """
 
-    left: Tensor
-    right: Tensor
+    _letters, _sides = ("ac", "be"), ("ab", "ce")
 
-    def __post_init__(self) -> None:
-        _wanted("left", self.left, "[a, c]", 2)
-        _wanted("right", self.right, "[b, e]", 2)
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Left and right."""
-        return self.left, self.right
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        return self.left.shape[0] * self.right.shape[0], self.left.shape[1] * self.right.shape[1]
-
-    def _apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
+        """See :class:`StructuredMatrix`."""
         small = self.right @ x.view(self.left.shape[1], self.right.shape[1], -1)  # [c, b, count]
         return torch.einsum("ac,cbx->abx", self.left, small).flatten(0, 1)
 
     def macs(self) -> int:
-        """Multiply-adds of the product with one vector."""
+        """See :class:`StructuredMatrix`; ``right`` is applied c times, ``left`` b times."""
         (a, c), b = self.left.shape, self.right.shape[0]
         return c * self.right.numel() + b * a * c
 
     def to_mlbtc(self) -> MLBTC:
-        """As a block tensor train, every block written out."""
+        """Return it as a block tensor train with every block written out."""
         (_, c), (b, _) = self.left.shape, self.right.shape
         left = self.left.expand(b, -1, -1)[..., None]
         right = self.right.T.expand(c, -1, -1)[..., None]
@@ -276,8 +268,8 @@ class Kronecker(StructuredMatrix):
 class Butterfly(StructuredMatrix):
     """A product of log2(n) factors, each of which mixes pairs: n = 2^len(factors).
 
-    Factor i mixes the entries whose numbers differ in bit i alone; factor 0 is applied first. Pair k of a
-    factor has the k-th number with bit i clear.
+    Factor i mixes the entries whose indices differ only in bit i; factor 0 is applied first. Pair k of a
+    factor has the k-th index with bit i clear.
 
     Args:
         factors: [log2(n), n / 2, 2, 2].
@@ -286,23 +278,20 @@ class Butterfly(StructuredMatrix):
     factors: Tensor
 
     def __post_init__(self) -> None:
-        _wanted("factors", self.factors, "[log2(n), n / 2, 2, 2]", 4)
-        bits = self.factors.shape[0]
-        wanted = (bits, 2**bits // 2, 2, 2)
-        if bits == 0 or self.factors.shape != wanted:
-            raise ValueError(f"factors: wanted [log2(n), n / 2, 2, 2], got {list(self.factors.shape)}")
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """The factors."""
-        return (self.factors,)
+        wanted = "factors: wanted a tensor [log2(n), n / 2, 2, 2]"
+        if not isinstance(self.factors, Tensor):
+            raise ValueError(f"{wanted}, got {type(self.factors).__name__}")
+        bits = self.factors.shape[0] if self.factors.dim() else 0
+        if bits == 0 or self.factors.shape != (bits, 2**bits // 2, 2, 2):
+            raise ValueError(f"{wanted}, got {list(self.factors.shape)}")
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """See :class:`StructuredMatrix`."""
         return 2 ** len(self.factors), 2 ** len(self.factors)
 
-    def _apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
+        """See :class:`StructuredMatrix`."""
         return self._mix(x, range(len(self.factors)))
 
     def _mix(self, x: Tensor, bits: range) -> Tensor:
@@ -312,7 +301,7 @@ class Butterfly(StructuredMatrix):
         return x.reshape(self.shape[0], -1)
 
     def to_mlbtc(self) -> MLBTC:
-        """One level: the factors of the low bits multiplied out, then those of the high bits."""
+        """Return one level: the factors of the low bits multiplied out, then those of the high bits."""
         bits, n = len(self.factors), self.shape[0]
         low, high = 2 ** (bits // 2), 2 ** (bits - bits // 2)
         eye = torch.eye(n, dtype=self.factors.dtype, device=self.factors.device)
@@ -326,50 +315,53 @@ class Butterfly(StructuredMatrix):
 
 
 @dataclass(frozen=True, eq=False)
-class MLBTCLevel:
-    """One term of a :class:`MLBTC`: alpha * outer(blocks of left @ inner(blocks of right @ x)).
+class MLBTCLevel(_Pair):
+    """One term of an :class:`MLBTC`: alpha * outer(blocks of left @ inner(blocks of right @ x)).
 
     Args:
-        left: [p', i, j], the blocks of the second factor.
-        right: [p, k, l], those of the first; p' j = p k.
-        inner: [p k]: entry i between the factors is what the first one gives at ``inner[i]``; None keeps.
-        outer: [p' i]: the same after the second factor.
+        left: [q, i, j], the blocks of the second factor.
+        right: [p, k, l], the blocks of the first factor; q j = p k.
+        inner: [p k], a permutation: entry i between the factors is entry ``inner[i]`` of the first factor's
+            output; None leaves the order.
+        outer: [q i], the same after the second factor.
         alpha: a number.
     """
 
-    left: Tensor
-    right: Tensor
     inner: Tensor | None = None
     outer: Tensor | None = None
     alpha: float = 1.0
+    _letters, _sides = ("qij", "pkl"), ("qi", "pl")
 
     def __post_init__(self) -> None:
-        _wanted("left", self.left, "[p', i, j]", 3)
-        _wanted("right", self.right, "[p, k, l]", 3)
-        between = self.left.shape[0] * self.left.shape[2]
-        _same("right", "number of rows", self.right.shape[0] * self.right.shape[1], between)
+        sizes = self._sizes()
+        between = sizes["q"] * sizes["j"]
+        _match(sizes, "right", self.right, "pkl", between, "q * j = ")
         for name, order, count in (("inner", self.inner, between), ("outer", self.outer, self.shape[0])):
             if order is not None and not torch.equal(order.sort().values.cpu(), torch.arange(count)):
-                raise ValueError(f"{name}: wanted a permutation of {count} numbers, got {list(order.shape)}")
+                raise ValueError(f"{name}: wanted a permutation of {count} numbers, got {order.tolist()}")
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        return self.left.shape[0] * self.left.shape[1], self.right.shape[0] * self.right.shape[2]
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Left and right; permutations do not learn."""
+        return self.left, self.right
 
     def apply(self, x: Tensor) -> Tensor:
-        """Multiply by x [columns, count]."""
+        """See :class:`StructuredMatrix`."""
         between = (self.right @ x.view(self.right.shape[0], self.right.shape[2], -1)).flatten(0, 1)
         between = between if self.inner is None else between[self.inner]
         out = (self.left @ between.view(self.left.shape[0], self.left.shape[2], -1)).flatten(0, 1)
         return self.alpha * (out if self.outer is None else out[self.outer])
+
+    def to_mlbtc(self) -> MLBTC:
+        """Return a sum of one level."""
+        return MLBTC([self])
 
 
 @dataclass(frozen=True, eq=False)
 class MLBTC(StructuredMatrix):
     """Multi-level block tensor contraction: a sum of products of two permuted block-diagonal matrices.
 
-    The family that all others in this file are instances of.
+    All other families in this file are instances of it.
 
     Args:
         levels: its terms.
@@ -393,29 +385,14 @@ class MLBTC(StructuredMatrix):
                 raise ValueError(f"levels[{i}]: wanted the shape {self.shape}, got {level.shape}")
 
     @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Left and right of each level."""
-        return tuple(x for level in self.levels for x in (level.left, level.right))
-
-    @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """See :class:`StructuredMatrix`."""
         return self.levels[0].shape
 
-    def _apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
+        """See :class:`StructuredMatrix`."""
         return torch.stack([level.apply(x) for level in self.levels]).sum(0)
 
     def to_mlbtc(self) -> MLBTC:
-        """Itself."""
+        """Return itself."""
         return self
-
-
-def _wanted(name: str, x: Tensor, shape: str, rank: int) -> None:
-    if not isinstance(x, Tensor) or x.dim() != rank:
-        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name}: wanted a tensor {shape}, got {got}")
-
-
-def _same(name: str, what: str, got: int, wanted: int) -> None:
-    if got != wanted:
-        raise ValueError(f"{name}: wanted the {what} {wanted}, got {got}")

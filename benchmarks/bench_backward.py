@@ -1,4 +1,4 @@
-"""Forward and backward beside peers: ``pytest benchmarks/bench_backward.py --benchmark-group-by=group``."""
+"""Forward and backward and peers: ``pytest benchmarks/bench_backward.py --benchmark-group-by=group``."""
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture

@@ -1,4 +1,4 @@
-"""The forward pass beside its peers: ``pytest benchmarks/bench_forward.py --benchmark-group-by=group``."""
+"""The forward pass and its peers: ``pytest benchmarks/bench_forward.py --benchmark-group-by=group``."""
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture

@@ -1,4 +1,4 @@
-"""Lists of neighbours beside gathers, PyG and SDPA with a mask: ``pytest benchmarks/bench_graph.py``."""
+"""Lists of neighbours against gathers, PyG and SDPA with a mask: ``pytest benchmarks/bench_graph.py``."""
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture

@@ -1,4 +1,4 @@
-"""What the suites under pytest-benchmark share: ``pytest benchmarks --device cuda --benchmark-autosave``."""
+"""Options and fixtures of the bench files: ``pytest benchmarks --device cuda --benchmark-autosave``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from . import suite
-from .timing import one_thread
+from .measure.timing import one_thread
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the device be named."""
+    """Add ``--device``."""
     parser.addoption("--device", default="cpu", help="where the cases are timed: cpu, cuda or cuda:1")
 
 
@@ -22,6 +22,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def single_thread() -> Iterator[None]:
-    """One thread, whose CPU time is taken."""
+    """Run on one thread, whose CPU time is taken."""
     with one_thread():
         yield

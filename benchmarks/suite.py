@@ -1,4 +1,4 @@
-"""The cases of ``attnbias bench`` under pytest-benchmark: a group for each case, a test for each side."""
+"""The cases of ``attnbias bench`` under pytest-benchmark: one group per case, one test per side."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from .attention import OURS, peer_step, steps
-from .cases import Case
-from .catalog import cases_of, is_graph
-from .peers import PEERS, CannotRunError
-from .timing import CPU, LEAST
+from .cases.catalog import cases_of, is_graph
+from .cases.tokens import Case
+from .measure.race import OURS, peer_step, steps
+from .measure.timing import CPU, LEAST
+from .peers.registry import PEERS, CannotRunError
 
 ROUNDS = 5
 SIDES = (OURS, *(name for name in PEERS if name != "SDPA, all pairs"))
@@ -21,29 +21,29 @@ _chosen = torch.device("cpu")
 
 
 def choose(device: str) -> None:
-    """Time on this device."""
+    """Choose the device to time."""
     global _chosen  # noqa: PLW0603 - pytest's options are known only after this module is
     _chosen = torch.device(device)
 
 
 def clock() -> float:
-    """CPU time of the process, or wall time where the work is done on a GPU."""
+    """Return the CPU time of the process, or wall time if a GPU does the work."""
     return time.process_time() if _chosen.type == "cpu" else time.perf_counter()
 
 
 def names(*, graphs: bool) -> list[str]:
-    """The quick cases, graphs and lists of neighbours apart."""
+    """Return the quick cases, either graphs and lists of neighbours or the others."""
     return [name for name in cases_of(str(_chosen), is_quick=True) if graphs == is_graph(name)]
 
 
 @lru_cache(maxsize=1)
 def _case(name: str, device: str) -> Case:
-    """The case last asked for: its sides come one after the other."""
+    """Return a case; the last one is kept, because its sides come one after the other."""
     return cases_of(device, is_quick=True)[name]()
 
 
 def run(benchmark: BenchmarkFixture, name: str, side: str, *, backward: bool) -> None:
-    """Check a case, then time one side of it; who cannot run it is skipped, with the reason."""
+    """Check a case, then time one side of it; skip a side that cannot run it, with the reason."""
     case = _case(name, str(_chosen))
     if case.fault:
         pytest.fail(f"{name}: wrong results, which are not timed\n{case.fault}")

@@ -5,8 +5,7 @@
 // terms (+ edge bias, for a pair that is kept as an edge), where softcap(s) = c * tanh(s / c), or s when c
 // is 0; with a multi-level score q.k is as levels.h says. A part of -inf removes the pair. A query without
 // keys has out 0, lse -inf (with a sink: the sink) and gradients of exactly 0.
-#ifndef ATTNBIAS_H
-#define ATTNBIAS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -20,17 +19,20 @@ extern "C" {
 #define AB_EXPORT
 #endif
 
-// Grows with every change of a struct or of a function below; who loads the library compares it.
-#define AB_ABI_VERSION 4
+// Grows with every change of a struct or function below; the caller compares it when it loads the library.
+#define AB_ABI_VERSION 5
 
 enum ab_dtype { AB_FLOAT32 = 0, AB_BFLOAT16 = 1, AB_FLOAT16 = 2 };
 
 enum ab_status {
   AB_OK = 0,
-  AB_NO_MEMORY = 1,      // a buffer of a thread could not be had
-  AB_SMALL_SCRATCH = 2,  // scratch_bytes is below ab_scratch_bytes
-  AB_BAD_ARGUMENT = 3    // a size or dtype that the kernels do not take
+  AB_NO_MEMORY = 1,    // a thread's buffer could not be allocated
+  AB_BAD_ARGUMENT = 3  // a size or dtype that the kernels do not take
 };
+
+// Largest sizes: of E, and of D on edges; of D on tiles.
+#define AB_LARGEST 256
+#define AB_LARGEST_SCORE 1024
 
 // [batch, head, row, column] in memory: strides in elements, columns dense.
 typedef struct ab_tensor {
@@ -67,20 +69,22 @@ typedef struct ab_part {
 
 typedef struct ab_call {
   int64_t B, H, Hk, Q, K, D, E;
-  ab_tensor q, k, v;       // of one dtype
-  ab_tensor out;           // written by ab_forward, read by ab_backward
-  ab_tensor dout;          // backward only, of the dtype of q
-  ab_tensor dq, dk, dv;    // backward only; data NULL = not wanted
-  float *lse;              // [B, H, Q], dense, natural logarithm; written by forward, read by backward
-  const float *dlse;       // [B, H, Q], dense; NULL = 0
-  const float *edge_bias;  // [edge_id, head] by its strides; NULL = 0
-  float *dedge_bias;       // the same strides; NULL = not wanted
-  int64_t bias_edge, bias_head;  // strides in elements; bias_head 0 = one value for all heads
-  float scale, softcap;          // softcap 0 = off
-  int32_t threads;               // at most; results do not depend on it
+  ab_tensor q, k, v;     // of one dtype
+  ab_tensor out;         // written by ab_forward, read by ab_backward
+  ab_tensor dout;        // backward only, of the dtype of q
+  ab_tensor dq, dk, dv;  // backward only; data NULL = not wanted
+  float *lse;            // [B, H, Q], dense, natural logarithm; written by forward, read by backward
+  const float *dlse;     // [B, H, Q], dense; NULL = 0
+  float scale, softcap;  // softcap 0 = off
+  int32_t threads;       // at most; results do not depend on it
+
+  // From here to the scratch everything may be 0: no terms, no sink, no dropout, scores of q.k.
   int32_t bias_by_place;         // the edge bias is [place in edge_key, head], not [edge_id, head]
+  const float *edge_bias;        // [edge_id, head] by its strides; NULL = 0
+  float *dedge_bias;             // the same strides; NULL = not wanted
+  int64_t bias_edge, bias_head;  // strides in elements; bias_head 0 = one value for all heads
   int64_t bias_batch;            // stride; 0 = one value for all batches
-  // Added to the score of row i and key j, on tiles (edges have theirs in edge_bias):
+  // Added to the score of row i and key j on tiles; edges have theirs in edge_bias.
   ab_part relative;                      // [j - i + Q - 1]
   ab_part key;                           // [j]
   ab_part pair;                          // [i, j]
@@ -90,14 +94,15 @@ typedef struct ab_call {
   const float *sink;                     // [H]: a logit without a value; NULL = none
   uint64_t seed, drop_below;             // dropout: 32 bits of Philox below it drop a pair; 0 = none
   int64_t q_start;                       // position of the first query: dropout and levels count positions
-  float kept_share;                      // what the kept pairs are multiplied by, 1 / (1 - p)
+  float kept_share;                      // factor of the pairs that dropout keeps, 1 / (1 - p)
   float negative_slope;                  // of an additive score
-  // [H, D], dense: scores are sum_d additive[h, d] * LeakyReLU(q_d + k_d) in place of q.k, on a layout of
-  // edges alone; NULL = q.k. Backward writes its gradient.
+  // [H, D], dense: scores are sum_d additive[h, d] * LeakyReLU(q_d + k_d) instead of q.k; the layout must
+  // have edges only. NULL = q.k.
   const float *additive;
-  float *dadditive;  // [H, D], dense; NULL = not wanted
-  int64_t per_pair;  // multi-level scores: whether to divide by the number of levels that a pair shares
-  void *scratch;     // any contents, 64-byte aligned
+  float *dadditive;  // [H, D], dense, written by backward; NULL = not wanted
+  int64_t per_pair;  // multi-level scores: 1 = divide by the number of levels that a pair shares
+
+  void *scratch;  // any contents, 64-byte aligned
   int64_t scratch_bytes;
   ab_layout layout;
 } ab_call;
@@ -105,24 +110,26 @@ typedef struct ab_call {
 AB_EXPORT int32_t ab_abi_version(void);
 AB_EXPORT int64_t ab_call_bytes(void);  // sizeof(ab_call)
 
-// Bytes of scratch that the pass needs: read from the sizes, dtypes, pointers that are NULL or not, and
-// the sizes of the layout.
-AB_EXPORT int64_t ab_scratch_bytes(const ab_call *call, int32_t backward);
+// Both return an ab_status. If scratch_bytes is too small they do nothing and return the bytes they need,
+// negated. Layouts are trusted: validate those of unknown origin first.
+AB_EXPORT int64_t ab_forward(const ab_call *call);
+AB_EXPORT int64_t ab_backward(const ab_call *call);
 
-// Both return an ab_status. Layouts are trusted: validate those of unknown origin before.
-AB_EXPORT int32_t ab_forward(const ab_call *call);
-AB_EXPORT int32_t ab_backward(const ab_call *call);
-
-// The instruction level in use, e.g. "avx2"; and all that this machine can run, best first, separated by
+// The instruction set in use, e.g. "avx2"; and all that this machine can run, best first, separated by
 // blanks.
-AB_EXPORT const char *ab_level(void);
-AB_EXPORT const char *ab_levels(void);
+AB_EXPORT const char *ab_isa(void);
+AB_EXPORT const char *ab_isas(void);
 
-// Use a level by name from now on ("" = the best again). AB_BAD_ARGUMENT: this machine cannot run it.
-AB_EXPORT int32_t ab_force_level(const char *name);
+// Use an instruction set by name from now on ("" = the best again). AB_BAD_ARGUMENT: this machine cannot
+// run it.
+AB_EXPORT int32_t ab_force_isa(const char *name);
+
+// Set how many bytes ab_backward may take to hand p and dS of edges from its pass over rows to that over
+// columns, and return the value before, at first 256 MiB. A graph of E edges needs 8 E for each query head
+// of a key head; with less, p and dS are computed twice. Call it between calls: their scratch depends on
+// it.
+AB_EXPORT int64_t ab_set_edge_budget(int64_t bytes);
 
 #ifdef __cplusplus
 }
-#endif
-
 #endif

@@ -1,4 +1,4 @@
-// The C interface: checks what can be checked, and calls the best level that this machine runs.
+// The C interface: checks a call, and runs it on the best instruction set of this machine.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -7,19 +7,19 @@
 
 #include <atomic>
 
-#include "kernels.h"
+#include "isa.h"
 
 #if defined(__x86_64__)
-extern const ab_level_table ab_level_avx512, ab_level_avx2, ab_level_baseline;
+extern const ab_isa_table ab_isa_avx512, ab_isa_avx2, ab_isa_baseline;
 #elif defined(__aarch64__)
-extern const ab_level_table ab_level_neon;
+extern const ab_isa_table ab_isa_neon;
 #else
-extern const ab_level_table ab_level_baseline;
+extern const ab_isa_table ab_isa_baseline;
 #endif
 
 namespace {
 
-constexpr int MOST = 3;  // levels
+constexpr int MOST = 3;  // instruction sets
 
 #if defined(__x86_64__)
 // Clang 14 does not know the name that __builtin_cpu_supports has for it in GCC.
@@ -29,24 +29,24 @@ bool has_f16c() {
 }
 #endif
 
-struct Levels {
-  const ab_level_table *best_first[MOST + 1] = {};
+struct Isas {
+  const ab_isa_table *best_first[MOST + 1] = {};
   char names[64] = "";
 
-  Levels() {
+  Isas() {
     int count = 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-      best_first[count++] = &ab_level_avx512;
-    if (avx2) best_first[count++] = &ab_level_avx2;
-    best_first[count++] = &ab_level_baseline;
+      best_first[count++] = &ab_isa_avx512;
+    if (avx2) best_first[count++] = &ab_isa_avx2;
+    best_first[count++] = &ab_isa_baseline;
 #elif defined(__aarch64__)
-    best_first[count++] = &ab_level_neon;
+    best_first[count++] = &ab_isa_neon;
 #else
-    best_first[count++] = &ab_level_baseline;
+    best_first[count++] = &ab_isa_baseline;
 #endif
     for (int i = 0; i < count; i++) {
       if (i) strcat(names, " ");
@@ -55,25 +55,25 @@ struct Levels {
   }
 };
 
-const Levels &levels() {
-  static const Levels found;
+const Isas &isas() {
+  static const Isas found;
   return found;
 }
 
-std::atomic<const ab_level_table *> forced{nullptr};
+std::atomic<const ab_isa_table *> forced{nullptr};
 
-const ab_level_table *level() {
-  const ab_level_table *asked = forced.load(std::memory_order_relaxed);
-  return asked ? asked : levels().best_first[0];
+const ab_isa_table *isa() {
+  const ab_isa_table *asked = forced.load(std::memory_order_relaxed);
+  return asked ? asked : isas().best_first[0];
 }
 
 // Eight heads of eight numbers fill vectors of eight lanes, whose kernel takes them at once; rows of half a
 // longer vector go head by head, at a fifth of the speed.
-const ab_level_table *level_for(const ab_call &call) {
-  const ab_level_table *const best = level();
+const ab_isa_table *isa_for(const ab_call &call) {
+  const ab_isa_table *const best = isa();
   const bool eights = call.E == 8 && (call.D == 8 || call.additive) && call.H % 8 == 0;
   if (!eights || call.layout.tiles || forced.load(std::memory_order_relaxed)) return best;
-  for (const ab_level_table *const *found = levels().best_first; *found; found++)
+  for (const ab_isa_table *const *found = isas().best_first; *found; found++)
     if (!strcmp((*found)->name, "avx2")) return *found;
   return best;
 }
@@ -86,8 +86,8 @@ struct Memory {
 
 bool is_wrong(const ab_call &call) {
   const bool sizes = call.B >= 0 && call.H >= 0 && call.Hk >= 0 && call.Q >= 0 && call.K >= 0 &&
-                     call.D >= 1 && call.D <= (call.layout.edges ? 256 : 1024) && call.E >= 1 &&
-                     call.E <= 256;
+                     call.D >= 1 && call.D <= (call.layout.edges ? AB_LARGEST : AB_LARGEST_SCORE) &&
+                     call.E >= 1 && call.E <= AB_LARGEST;
   const bool heads = call.H == 0 || (call.Hk > 0 && call.H % call.Hk == 0);
   const bool tile = call.layout.tile == 64 || call.layout.tile == 128;
   const int32_t levels = call.layout.classes - 2;
@@ -98,13 +98,18 @@ bool is_wrong(const ab_call &call) {
   return !(sizes && heads && tile && fits && dtype);
 }
 
-int32_t check(const ab_call *call, bool backward) {
-  if (is_wrong(*call)) return AB_BAD_ARGUMENT;
-  const int64_t bytes = level_for(*call)->scratch_bytes(call, backward);
-  return call->scratch_bytes < bytes ? AB_SMALL_SCRATCH : AB_OK;
+// Run a pass, or return the bytes of scratch that it lacks, negated.
+int64_t run(const ab_call &call, bool backward) {
+  if (is_wrong(call)) return AB_BAD_ARGUMENT;
+  const ab_isa_table *const isa = isa_for(call);
+  const int64_t bytes = isa->scratch_bytes(&call, backward);
+  if (call.scratch_bytes < bytes) return -bytes;
+  return backward ? isa->backward(&call) : isa->forward(&call);
 }
 
 }  // namespace
+
+int64_t ab_edge_budget = int64_t{256} << 20;
 
 char *ab_thread_memory(int64_t bytes) {
   static thread_local Memory memory;
@@ -128,31 +133,29 @@ int32_t ab_abi_version(void) { return AB_ABI_VERSION; }
 
 int64_t ab_call_bytes(void) { return (int64_t)sizeof(ab_call); }
 
-int64_t ab_scratch_bytes(const ab_call *call, int32_t backward) {
-  return is_wrong(*call) ? 0 : level_for(*call)->scratch_bytes(call, backward != 0);
-}
-
-int32_t ab_forward(const ab_call *call) {
+int64_t ab_forward(const ab_call *call) {
   if (!call->B || !call->H || !call->Q) return AB_OK;  // nothing to write
-  const int32_t status = check(call, false);
-  return status == AB_OK ? level_for(*call)->forward(call) : status;
+  return run(*call, false);
 }
 
-int32_t ab_backward(const ab_call *call) {
-  const int32_t status = check(call, true);
-  return status == AB_OK ? level_for(*call)->backward(call) : status;
-}
+int64_t ab_backward(const ab_call *call) { return run(*call, true); }
 
-const char *ab_level(void) { return level()->name; }
+const char *ab_isa(void) { return isa()->name; }
 
-const char *ab_levels(void) { return levels().names; }
+const char *ab_isas(void) { return isas().names; }
 
-int32_t ab_force_level(const char *name) {
-  const ab_level_table *wanted = nullptr;
-  for (const ab_level_table *const *found = levels().best_first; *found; found++)
+int32_t ab_force_isa(const char *name) {
+  const ab_isa_table *wanted = nullptr;
+  for (const ab_isa_table *const *found = isas().best_first; *found; found++)
     if (!strcmp((*found)->name, name)) wanted = *found;
   if (!wanted && *name) return AB_BAD_ARGUMENT;
   forced.store(wanted, std::memory_order_relaxed);
   return AB_OK;
+}
+
+int64_t ab_set_edge_budget(int64_t bytes) {
+  const int64_t before = ab_edge_budget;
+  ab_edge_budget = bytes;
+  return before;
 }
 }

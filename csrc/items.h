@@ -1,24 +1,27 @@
-// Work items and who takes them.
-#ifndef ATTNBIAS_ITEMS_H
-#define ATTNBIAS_ITEMS_H
+// Work items, the order in which threads take them, and their memory.
+#pragma once
 
 #include <sched.h>
 
-#include "kernels.h"
-#include "simd.h"
+#include "isa.h"
+#include "simd/simd.h"
 
-namespace AB_LEVEL {
+namespace AB_ISA {
 
 // A tile of one head, and the group whose lists serve it.
 struct Item {
   int64_t b, h, group, tile;
 };
 
-AB_INLINE int64_t tiles_of(int64_t length, int64_t tile) { return (length + tile - 1) / tile; }
-
 // The group whose lists serve batch b and head h.
 AB_INLINE int64_t group_of(const ab_layout &layout, int64_t b, int64_t h) {
   return layout.group[(layout.batch == 1 ? 0 : b) * layout.heads + (layout.heads == 1 ? 0 : h)];
+}
+
+// Item i of those that have `tiles` for each head.
+AB_INLINE Item item_at(const ab_call &call, int64_t i, int64_t tiles) {
+  const int64_t b = i / tiles / call.H, h = i / tiles % call.H;
+  return {b, h, group_of(call.layout, b, h), i % tiles};
 }
 
 // The bounds of the classes of a tile row in the list of its tiles, [classes + 1].
@@ -26,16 +29,24 @@ AB_INLINE const int32_t *class_bounds(const ab_layout &layout, const int32_t *pt
   return ptr + row * (layout.classes + 1);
 }
 
-// Take `count` numbers of T from memory, which moves on to the next multiple of 64 bytes.
-template <class T>
-AB_INLINE T *cut(char *&memory, int64_t count) {
-  T *here = (T *)memory;
-  memory += round_up(count * (int64_t)sizeof(T), 64);
-  return here;
-}
+// Memory that arrays are cut from, each at a multiple of 64 bytes. Without a start the arrays are NULL and
+// only their bytes are counted.
+struct Arena {
+  char *start;
+  int64_t bytes = 0;
 
-// Call body(i, memory) for every i < count, where memory is a thread's own. Items are taken in order: a
-// later one may wait for what an earlier one does. (OpenMP's own loops do not promise that.)
+  explicit Arena(void *memory = nullptr) : start((char *)memory) {}
+
+  template <class T>
+  AB_LAMBDA T *cut(int64_t count) {
+    T *here = start ? (T *)(void *)(start + bytes) : nullptr;
+    bytes += round_up(count * (int64_t)sizeof(T), 64);
+    return here;
+  }
+};
+
+// Call body(i, memory) for every i < count, where `memory` belongs to the thread. Items are taken in order,
+// so that a later one may wait for an earlier one; OpenMP's own loops do not promise that.
 template <class Body>
 AB_INLINE int32_t run_items(int64_t count, int32_t threads, int64_t bytes, const Body &body) {
   int64_t next = 0;
@@ -44,7 +55,7 @@ AB_INLINE int32_t run_items(int64_t count, int32_t threads, int64_t bytes, const
   {
     char *memory = ab_thread_memory(bytes);
     if (memory)
-      for (int64_t i; (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < count;) body(i, memory);
+      for (int64_t i; (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < count;) body(i, Arena(memory));
   }
   return next >= count ? AB_OK : AB_NO_MEMORY;
 }
@@ -55,19 +66,23 @@ AB_INLINE void wait_for(const int32_t *done, int32_t wanted) {
     if (spins > 100) sched_yield();
 }
 
-// The tiles of each group in the order of the layout, [G, tiles]. The layout's own list serves a single
-// group; `sorted` [G * tiles] and `ends` [G] take the lists of several.
-static const int32_t *order_by_group(const int32_t *order, int64_t groups, int64_t tiles, int32_t *sorted,
-                                     int32_t *ends) {
-  if (groups == 1) return order;
-  memset(ends, 0, (size_t)groups * sizeof(int32_t));
-  for (int64_t i = 0; i < groups * tiles; i++) {
-    int64_t g = order[i] / tiles;
-    sorted[g * tiles + ends[g]++] = (int32_t)(order[i] % tiles);
+// The query tiles of each group in the order of the layout, [G, tiles].
+struct TileOrder {
+  const int32_t *of_group;
+
+  // Use the layout's own list for a single group, otherwise a copy in scratch, sorted by group.
+  TileOrder(const ab_layout &layout, int64_t tiles, Arena &scratch) : of_group(layout.q_order) {
+    if (layout.groups == 1) return;
+    int32_t *sorted = scratch.cut<int32_t>(layout.groups * tiles),
+            *ends = scratch.cut<int32_t>(layout.groups);
+    of_group = sorted;
+    if (!sorted) return;
+    memset(ends, 0, (size_t)layout.groups * sizeof(int32_t));
+    for (int64_t i = 0; i < layout.groups * tiles; i++) {
+      const int64_t g = layout.q_order[i] / tiles;
+      sorted[g * tiles + ends[g]++] = (int32_t)(layout.q_order[i] % tiles);
+    }
   }
-  return sorted;
-}
+};
 
-}  // namespace AB_LEVEL
-
-#endif
+}  // namespace AB_ISA

@@ -2,12 +2,11 @@
 //
 // Both passes of a kernel form q.k from unscaled numbers in one order, so that they get the same bits. The
 // tile kernels multiply it inside the FMA that subtracts the row's maximum or lse: no score is rounded.
-#ifndef ATTNBIAS_SCORE_H
-#define ATTNBIAS_SCORE_H
+#pragma once
 
-#include "simd.h"
+#include "simd/simd.h"
 
-namespace AB_LEVEL {
+namespace AB_ISA {
 
 #if defined(__FMA__) || defined(__aarch64__)
 constexpr bool FUSED = true;  // x * y - z is rounded once
@@ -27,10 +26,10 @@ AB_INLINE bool any_large(F top) {
 }
 
 struct Score {
-  float sign;          // what q or k is packed with: 1, -1 or 0, so that `factor` is positive
+  float sign;          // factor of q or k when packed: 1, -1 or 0, so that `factor` is positive
   float factor;        // score = factor * raw(sign * q.k), in units of 1 / unit
   float inner, outer;  // with softcap raw(x) = outer * tanh(inner * x)
-  float late;          // what tiles multiply a stored score by: `factor`, or 1 where it has the bias in it
+  float late;          // factor of a score that tiles stored: `factor`, or 1 where it has the bias in it
   bool capped, biased;
 
   explicit Score(const ab_call &call, float unit = LOG2_E, bool terms = false)
@@ -70,7 +69,7 @@ struct Score {
   }
 };
 
-// Take a sink, a logit without a value, into a softmax; returns what its sums are multiplied by.
+// Take a sink, a logit without a value, into a softmax; returns the factor of its sums.
 AB_INLINE F add_sink(float sink, F &top, F &total) {
   const F logit = splat(sink * LOG2_E), before = top;
   top = maximum(logit, before);
@@ -84,6 +83,4 @@ AB_INLINE float log_of(float top, float total) {
   return total == 0 ? -INFINITY : (float)((double)top * 0.69314718055994530942 + (double)logf(total));
 }
 
-}  // namespace AB_LEVEL
-
-#endif
+}  // namespace AB_ISA

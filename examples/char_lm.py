@@ -1,8 +1,8 @@
 """Character language models: plain attention, multi-level scores, sliding windows and a mix of both.
 
-The paper trains 6 layers on OpenWebText for up to 100,000 steps on a GPU and finds multi-level scores
+Kuang et al. (2025) train 6 layers on OpenWebText for up to 100,000 steps on a GPU and find multi-level scores
 slightly better for the same compute. The defaults here are a few hundred steps on the source of Python's
-standard library; several seeds, because the difference is small.
+standard library, with several seeds because the difference is small.
 
     python examples/char_lm.py --widths 64 96 --steps 300 --seeds 3
     python examples/char_lm.py --text my_corpus.txt
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 import attnbias as ab
 from attnbias.nn import MLRAttention
 
-KINDS = 96  # newline, and the printable characters of ASCII
+KINDS = 96  # newline and the printable characters of ASCII
 
 
 def read(text: Path | None, limit: int) -> tuple[Tensor, Tensor]:
-    """Characters as numbers below 96: those to train on, and the last twentieth to test on."""
+    """Return characters as numbers below 96: a part to train on, and the last twentieth to test on."""
     if text is not None:
         raw = text.read_bytes()
     else:
@@ -40,7 +40,7 @@ def read(text: Path | None, limit: int) -> tuple[Tensor, Tensor]:
 
 
 def ranks_of(size: int) -> list[int]:
-    """Half of the dimensions for all pairs, then halving; 32, 16, 8, 8 for a head of 64."""
+    """Give half of the dimensions to all pairs, then halve: 32, 16, 8, 8 for a head of 64."""
     ranks = [size // 2]
     while sum(ranks) + ranks[-1] // 2 < size and ranks[-1] > size // 8:
         ranks.append(ranks[-1] // 2)
@@ -48,7 +48,7 @@ def ranks_of(size: int) -> list[int]:
 
 
 def make_attention(method: str, layer: int, width: int, heads: int, window: int) -> nn.Module:
-    """One layer of a method; the mix has a window in two layers of three."""
+    """Make one layer of a method; the mix has a window in two of three layers."""
     near = ab.Causal() & ab.Window(before=window)
     if method == "multi-level":
         return MLRAttention(width, heads, ranks_of(width // heads), scale=1.0)
@@ -57,7 +57,7 @@ def make_attention(method: str, layer: int, width: int, heads: int, window: int)
 
 
 def macs(method: str, width: int, heads: int, args: argparse.Namespace) -> int:
-    """Forward multiply-adds per token without embedding and head; the causal half is not credited."""
+    """Count forward multiply-adds per token, without embedding and head, as if no pair were masked."""
     T, size = args.length, width // heads
     mean_rank = sum(rank / 2**level for level, rank in enumerate(ranks_of(size))) / size
     total = 0
@@ -70,7 +70,7 @@ def macs(method: str, width: int, heads: int, args: argparse.Namespace) -> int:
 
 
 def run(method: str, width: int, seed: int, args: argparse.Namespace, data: tuple[Tensor, Tensor]) -> float:
-    """Train and return the mean loss of the test text, in nats per character."""
+    """Train, and return the mean loss on the test text, in nats per character."""
     torch.manual_seed(seed)
     rng = torch.Generator().manual_seed(seed)
     T, heads = args.length, width // args.head_size
@@ -110,7 +110,7 @@ def run(method: str, width: int, seed: int, args: argparse.Namespace, data: tupl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--limit", type=int, default=4_000_000, help="bytes of the text that are read")
+    parser.add_argument("--limit", type=int, default=4_000_000, help="bytes of the text to read")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 96])
     parser.add_argument("--head-size", type=int, default=32)
     parser.add_argument("--layers", type=int, default=3)

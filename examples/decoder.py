@@ -1,7 +1,7 @@
-"""What the examples train: a small pre-norm decoder over any attention layer, and how a run is kept.
+"""The model that examples train, a small pre-norm decoder over any attention layer, and tools to store a run.
 
-The paper's settings (Kuang et al., 2025): GELU MLP of 4 times the width, learned positions, zero output
-projections, learning rates by fan-in (``attnbias.nn.parameter_groups``), warm-up and then a constant rate.
+Settings as in Kuang et al. (2025): GELU MLP of 4 times the width, learned positions, zero output projections,
+learning rates by fan-in (``attnbias.nn.parameter_groups``), warm-up and then a constant rate.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from attnbias.nn import MLRAttention, parameter_groups
 
 RESULTS = Path("results")
 
-MakeAttention = Callable[[int], nn.Module]  # by the layer's number
+MakeAttention = Callable[[int], nn.Module]  # takes the layer's number
 
 
 def plain(width: int, heads: int, relation: ab.Relation, scale: float = 8.0) -> nn.Module:
-    """Softmax attention with normalised queries and keys, scaled by 8 / head size: the paper's baseline."""
+    """Make the baseline: softmax attention with normalised queries and keys, scaled by 8 / head size."""
     return MLRAttention(width, heads, [width // heads], relation, scale=scale)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x))."""
+    """A pre-norm block: x + attention(norm(x)), then x + MLP(norm(x))."""
 
     def __init__(self, width: int, attention: nn.Module) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedded tokens [B, T, .] to predictions [B, T, outputs]."""
+    """A decoder from embedded tokens [B, T, .] to predictions [B, T, outputs]."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         length: int,
         attention: MakeAttention,
         *,
-        deviation: float = 0.02,  # of the positions at the start
+        deviation: float = 0.02,  # of the initial positions
     ) -> None:
         super().__init__()
         self.embed = embed
@@ -84,7 +84,7 @@ def train(
     warmup: int,
     name: str,
 ) -> list[float]:
-    """Train for some steps and return the loss of each; ``loss_of`` gets the step's number."""
+    """Train, and return the loss of each step; ``loss_of`` gets the step's number."""
     optimizer = torch.optim.AdamW(parameter_groups(model, lr), betas=(0.9, 0.95), eps=1e-20, weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / warmup))
     losses = []
@@ -102,7 +102,7 @@ def train(
 
 
 def save(name: str, settings: dict[str, Any], runs: list[dict[str, Any]], started: float) -> Path:
-    """Keep what a script found, beside what it was asked for."""
+    """Store the results of a script together with its options."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     found = {
@@ -119,7 +119,7 @@ def save(name: str, settings: dict[str, Any], runs: list[dict[str, Any]], starte
 def plot(
     name: str, title: str, axes: tuple[str, str], lines: dict[str, Sequence[tuple[float, float, float]]]
 ) -> Path:
-    """Draw (x, mean, spread) for each line; both axes are logarithmic."""
+    """Plot (x, mean, spread) for each line, on logarithmic axes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -138,5 +138,5 @@ def plot(
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the distance from the least to the largest."""
+    """Return the mean, and half the distance from the smallest to the largest."""
     return sum(values) / len(values), (max(values) - min(values)) / 2

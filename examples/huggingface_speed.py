@@ -1,9 +1,9 @@
-"""A decoder of transformers on attnbias beside sdpa: a training step with a window, and cached generation.
+"""Time a transformers decoder on attnbias and on SDPA: a training step with a window, and cached generation.
 
     python examples/huggingface_speed.py [--tokens 4096] [--rounds 5]
 
-One thread, process CPU time, both in turn; ratios are sdpa's time over attnbias's, the median and all of
-them. Random weights: nothing is downloaded. Needs transformers.
+One thread, process CPU time, both sides in turn. Ratios are SDPA's time over attnbias's: the median, and all
+of them. The weights are random, so nothing is downloaded. Needs transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KINDS = ("sdpa", "attnbias")
 
 
 def make(kind: str) -> transformers.MistralForCausalLM:
-    """Four layers, four heads of 64 on two key heads, a window in each."""
+    """Make a model of four layers: four heads of 64 on two key heads, a window in each."""
     torch.manual_seed(0)
     config = transformers.MistralConfig(
         vocab_size=512,
@@ -42,7 +42,7 @@ def make(kind: str) -> transformers.MistralForCausalLM:
 
 
 def compare(name: str, rounds: int, run: Callable[[transformers.MistralForCausalLM], object]) -> None:
-    """Time the same on both, in turn."""
+    """Time the same work on both, in turn."""
     models = {kind: make(kind) for kind in KINDS}
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for number in range(rounds + 1):

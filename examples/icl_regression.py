@@ -1,23 +1,23 @@
-"""In-context linear regression: a prompt of pairs (x, y = w x), and the y of the last x is asked for.
+"""In-context linear regression: given a prompt of pairs (x, y = w x), predict the y of the last x.
 
-To find w in its prompt a model must compare x's in all their n dimensions. A head of plain attention that is
-smaller than n is short of rank for that; the bilinear layers and one wide head are not. The paper trains 6
-layers for 500,000 steps on a GPU, with n from 16; the defaults here are 2 layers and 1,500 steps: two or
-three minutes for each model on one core. The guess 0 has an error of 1, the best single step of gradient
-descent on the prompt one of (n + 1) / (3 n), and least squares none.
+To find w in its prompt a model must compare x's in all their n dimensions. A head of plain attention with
+fewer than n dimensions lacks the rank for that; the bilinear layers and one wide head do not. Kuang et al.
+(2025) train 6 layers for 500,000 steps on a GPU, with n from 16. The defaults here are 2 layers and 1,500
+steps: two or three minutes per model on one core. The guess 0 has an error of 1, the best single step of
+gradient descent on the prompt (n + 1) / (3 n), and least squares 0.
 
     python examples/icl_regression.py --seeds 2
     python examples/icl_regression.py --n 8 --widths 32 --steps 4000 --methods plain "bilinear BTT" \\
         --name icl_regression_n8
     python examples/icl_regression.py --tokens pairs
 
-The first two made the results that are kept. With n = 16 and heads of 4, 6 and 8 dimensions, bilinear BTT
-left less error than plain attention of the same width and seed in six pairs of six, MLR in five. Not found:
-a plateau of plain attention at width 64, where it is only slower; less error of BTT for the same multiply-
-adds (width 48 against plain 64); one wide head that learns whenever it is wide enough (one seed of two had
-not started at width 64). Two seeds; most errors were still falling at the last step. One rate for all
-methods; the ranks of MLR were chosen among four lists tried with n = 8 at width 32, a choice that plain
-attention does not have.
+The first two commands made the stored results. With n = 16 and heads of 4, 6 and 8 dimensions, bilinear BTT
+left less error than plain attention of the same width and seed in six pairs of six, MLR in five. Three
+findings of the paper did not show: a plateau of plain attention at width 64, where it only learns more
+slowly; less error of BTT for the same multiply-adds (width 48 against plain 64); one wide head that learns
+whenever it is wide enough (at width 64 one seed of two had not started). There were two seeds, and most
+errors were still falling at the last step. All methods have one learning rate; the ranks of MLR were chosen
+among four lists tried with n = 8 at width 32, a choice that plain attention does not have.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from attnbias.nn import BilinearBTTAttention, BilinearMLRAttention
 from attnbias.nn.structured import factor_width
 
 METHODS = ("plain", "one head", "bilinear MLR", "bilinear BTT")
-FIRST = 2  # dimensions that x has in the curriculum's first lesson
-CHECKS = 10  # times that the error is looked at while training
-DEVIATION = 0.3  # of read-in and positions at the start; with the paper's 0.02 learning starts later
+FIRST = 2  # dimensions of x in the first lesson of the curriculum
+CHECKS = 10  # times that the error is measured in training
+DEVIATION = 0.3  # of the initial read-in and positions; with the paper's 0.02 learning starts later
 
 
 def ranks_of(size: int) -> list[int]:
-    """Two levels, the second in two slices of the features: a form of rank first + 2 * second.
+    """Return ranks for two levels, the second in two slices of the features: rank first + 2 * second.
 
-    A level of two dimensions is but signs once normalised, one of one dimension is zero; so small heads have
-    all but one dimension in the second level.
+    Once normalised, a level of two dimensions holds only signs, and one of one dimension is zero. So small
+    heads have all but one dimension in the second level.
     """
     first = size // 2 if size > 5 else 1
     return [first, size - first] if size > 1 else [1]
 
 
 def make_attention(method: str, width: int, heads: int) -> nn.Module:
-    """One layer of a method; scores are divided by the root of their size in all of them."""
+    """Make one layer of a method; all divide scores by the root of their size."""
     if method == "bilinear BTT":
         return BilinearBTTAttention(width, heads)
     if method == "bilinear MLR":
@@ -62,7 +62,7 @@ def make_attention(method: str, width: int, heads: int) -> nn.Module:
 
 
 def macs(method: str, width: int, heads: int, length: int) -> int:
-    """Forward multiply-adds per layer and token; the causal half of the scores is not credited."""
+    """Count forward multiply-adds per layer and token, as if no pair were masked."""
     scores, projections = width, 2 * width**2
     if method == "bilinear BTT":
         scores, projections = heads * width, heads * width * sum(factor_width(width))
@@ -73,7 +73,7 @@ def macs(method: str, width: int, heads: int, length: int) -> int:
 
 
 class ReadIn(nn.Module):
-    """Tokens to the model's width; not an ``nn.Linear``, because it learns at the rate of an embedding."""
+    """Map tokens to the model's width; not an ``nn.Linear``, since it learns at the rate of an embedding."""
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class ReadIn(nn.Module):
 
 
 def draw(batch: int, n: int, active: int, tokens: str, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Prompts [batch, 4 * active, n + 1] of 2 * active pairs, and the y of each x [batch, 2 * active].
+    """Draw prompts [batch, 4 * active, n + 1] of 2 * active pairs, and the y of each x [batch, 2 * active].
 
     An x token is followed by its y token, which in "pairs" holds x as well, so that no layer has to bring
     them together.
@@ -102,7 +102,7 @@ def draw(batch: int, n: int, active: int, tokens: str, rng: torch.Generator) -> 
 
 @torch.no_grad()
 def error_of(model: nn.Module, count: int, n: int, tokens: str) -> float:
-    """The squared error at the last x over the mean square of y, on prompts that are the same for all."""
+    """Return the squared error at the last x over the mean square of y, on prompts that all models share."""
     rng = torch.Generator().manual_seed(10**6)
     prompt, y = draw(count, n, n, tokens, rng)
     found = torch.cat([model(part)[:, -2, 0] for part in prompt.split(256)])
@@ -110,7 +110,7 @@ def error_of(model: nn.Module, count: int, n: int, tokens: str) -> float:
 
 
 def run(method: str, width: int, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Train one model; its error at the end, and before that after every tenth of the steps."""
+    """Train one model; return its error at the end, and after every tenth of the steps."""
     torch.manual_seed(seed)
     rng = torch.Generator().manual_seed(seed)
     n, curve, started = args.n, [], time.time()
@@ -127,7 +127,7 @@ def run(method: str, width: int, seed: int, args: argparse.Namespace) -> dict[st
     def loss_of(model: nn.Module, step: int) -> Tensor:
         if step and step % max(1, args.steps // CHECKS) == 0:
             curve.append(round(error_of(model, 512, n, args.tokens), 3))
-        # The curriculum: all dimensions, and prompts of full length, from a third of the steps on.
+        # The curriculum reaches all dimensions and full prompts after a third of the steps.
         active = min(n, FIRST + (n - FIRST) * 3 * step // args.steps)
         prompt, y = draw(args.batch, n, active, args.tokens, rng)
         errors: Tensor = model(prompt)[:, ::2, 0] - y
@@ -151,11 +151,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--name", default="icl_regression", help="of the results and the plot")
+    parser.add_argument("--name", default="icl_regression", help="name of the results and the plot")
     args = parser.parse_args()
     started = time.time()
     runs: dict[tuple[str, int], dict[str, Any]] = {}
-    for seed in range(args.seeds):  # outermost, so that what is kept of a stopped run compares all methods
+    for seed in range(args.seeds):  # outermost, so that an interrupted run has results of all methods
         for width in args.widths:
             for method in args.methods:
                 count = args.layers * macs(method, width, args.heads, 4 * args.n)

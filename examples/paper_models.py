@@ -1,9 +1,10 @@
-"""The models that the paper names, each with its relation, beside the same model with dense attention.
+"""Compare each model that the paper names, with its relation, to the same model with dense attention.
 
     python examples/paper_models.py
 
-Random weights, nothing is downloaded: what is shown is each mechanism's relation, that results are the same,
-and how many of all pairs are computed. Needs transformers.
+The paper is "Relational inductive biases on attention mechanisms". The weights are random, so nothing is
+downloaded. The script shows each mechanism's relation, that results are the same, and the fraction of pairs
+that is computed. Needs transformers.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def gat() -> None:
-    """Attention along the edges of a graph, against the same with a mask of all pairs."""
+    """Compare attention along the edges of a graph with dense attention and a mask."""
     nodes = 200
     edges = torch.randint(nodes, (2, 800))
     edges = torch.cat((edges, edges.flip(0), torch.arange(nodes).expand(2, -1)), 1).unique(dim=1)
@@ -72,7 +73,7 @@ def gat() -> None:
 def compare(
     name: str, model: Any, given: dict[str, torch.Tensor], real: torch.Tensor, relation: ab.Relation
 ) -> None:
-    """A model with transformers' own attention and with this one."""
+    """Compare a model with transformers' own attention and with attnbias."""
     model.eval().set_attn_implementation("eager")
     with torch.no_grad():
         dense = model(**given).logits[real]

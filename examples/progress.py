@@ -1,4 +1,4 @@
-"""How the examples show where they are: a bar where rich is installed, else a line now and then."""
+"""Progress of the examples: a bar if rich is installed, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from types import TracebackType
 from typing import Any
 
-EVERY = 10.0  # seconds between lines where there is no bar
+EVERY = 10.0  # seconds between lines without a bar
 
 
 class Bar:
-    """Shows steps of a run, and words that change.
+    """Show the steps of a run, and a text that changes.
 
     Example:
         with Bar("training", 100) as bar:
@@ -42,7 +42,7 @@ class Bar:
         return self
 
     def advance(self, words: str = "", steps: int = 1) -> None:
-        """Count steps and show the words."""
+        """Count steps and show the text."""
         self.done += steps
         if self._rich is not None:
             self._rich.update(self._task, advance=steps, words=words)

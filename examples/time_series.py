@@ -1,8 +1,8 @@
 """Forecasting a series from a long context: plain attention, multi-level scores, a sliding window.
 
-Each position of a causal model forecasts the next hours from all before it; the error is that of the last
-one, on the last fifth of the series. Without --csv the series is made: daily and weekly cycles, a trend that
-wanders, and noise. The paper calls its results on ETT "promising" and gives no figures to compare with.
+Each position of a causal model forecasts the next hours from all earlier ones. The error is that of the last
+position, on the last fifth of the series. Without --csv the series is synthetic: daily and weekly cycles, a
+trend that wanders, and noise. Kuang et al. (2025) call their results on ETT "promising" and give no figures.
 
     python examples/time_series.py --csv ETTh1.csv --column OT
 """
@@ -24,7 +24,7 @@ from attnbias.nn import MLRAttention
 
 
 def read(path: Path | None, column: str, length: int) -> Tensor:
-    """A series of hours."""
+    """Read or make a series of hours."""
     if path is not None:
         with path.open() as file:
             return torch.tensor([float(row[column]) for row in csv.DictReader(file)])
@@ -35,7 +35,7 @@ def read(path: Path | None, column: str, length: int) -> Tensor:
 
 
 def make_attention(method: str, width: int, heads: int, window: int) -> nn.Module:
-    """One layer of a method."""
+    """Make one layer of a method."""
     if method == "multi-level":
         size = width // heads
         return MLRAttention(width, heads, [size // 2, size // 4, size // 8, size - 7 * size // 8])
@@ -44,7 +44,7 @@ def make_attention(method: str, width: int, heads: int, window: int) -> nn.Modul
 
 
 def run(method: str, context: int, seed: int, args: argparse.Namespace, series: Tensor) -> float:
-    """Train and return the mean squared error of the last position's forecasts, of a series of variance 1."""
+    """Train, and return the last position's mean squared error, for a series of variance 1."""
     torch.manual_seed(seed)
     rng = torch.Generator().manual_seed(seed)
     split, ahead = len(series) * 4 // 5, args.ahead
@@ -61,7 +61,7 @@ def run(method: str, context: int, seed: int, args: argparse.Namespace, series: 
     )
 
     def forecast(model: nn.Module, starts: Tensor) -> Tensor:
-        """Squared errors [n, context, ahead]; forecasts are added to the last value seen."""
+        """Return squared errors [n, context, ahead]; the model predicts changes from the last value seen."""
         rows = series[starts[:, None] + torch.arange(context + ahead)]
         seen = rows[:, :context]
         wanted = rows.unfold(1, ahead, 1)[:, 1:]

@@ -1,13 +1,13 @@
-"""Train the two-layer GAT of Velickovic et al. (2018) on Cora and CiteSeer, and time an epoch beside PyG.
+"""Train the two-layer GAT of Velickovic et al. (2018) on Cora and CiteSeer, and time an epoch against PyG.
 
-    python examples/train_gat.py                     # both graphs, 10 seeds: some minutes
+    python examples/train_gat.py                     # both graphs, 10 seeds: a few minutes
     python examples/train_gat.py cora --seeds 100    # as in the paper
     python examples/train_gat.py --data folder       # cora.npz, or Planetoid's own files
 
 The paper's settings: 8 heads of 8, then one head of classes; dropout 0.6 on features and attention; Adam with
-rate 0.005 and weight decay 5e-4; bag-of-words features whose rows sum to 1; stop after 100 epochs in which
-neither loss nor accuracy of the validation nodes got better, and test the last epoch in which both did.
-Where the graphs are missing a stochastic block model is drawn in their place. Writes gat.json and gat.png.
+rate 0.005 and weight decay 5e-4; bag-of-words features whose rows sum to 1; stop after 100 epochs without
+better validation loss or accuracy, and test the last epoch in which both improved. If a graph is missing, a
+stochastic block model takes its place. Writes gat.json and gat.png.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import attnbias as ab
-from attnbias.benchmarks.generators import both_ways
-from attnbias.benchmarks.graphs import PLANETOID, MissingGraphError, load, load_nodes
-from attnbias.benchmarks.timing import Spread, interleave, one_thread
+from attnbias.benchmarks.cases.drawn import both_ways
+from attnbias.benchmarks.cases.stored import PLANETOID, MissingGraphError, load, load_nodes
+from attnbias.benchmarks.measure.timing import Spread, interleave, one_thread
 from attnbias.integrations.pyg import GATConv
 
-PAPER = {"cora": (83.0, 0.7), "citeseer": (72.5, 0.7)}  # test accuracy in per cent, mean and deviation
+PAPER = {
+    "cora": (83.0, 0.7),
+    "citeseer": (72.5, 0.7),
+}  # test accuracy in percent: mean and standard deviation
 HEADS, SIZE = 8, 8
 DROPOUT, RATE, DECAY, PATIENCE = 0.6, 0.005, 5e-4, 100
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A graph whose nodes are to be classified."""
+    """A graph with nodes to classify."""
 
     name: str
     edge_index: Tensor  # [2, E]
@@ -59,23 +62,23 @@ class Task:
         return len(self.label)
 
     def features(self, dropout: float = 0.0) -> Tensor:
-        """The features as a sparse matrix: to drop its zeros would change nothing."""
+        """Return the features as a sparse matrix; dropout of its zeros would change nothing."""
         value = F.dropout(self.value, dropout)
         return torch.sparse_csr_tensor(self.ptr, self.index, value, (self.nodes, self.num_features))
 
 
 @dataclass
 class Run:
-    """What one seed gave."""
+    """The result of one seed."""
 
     seed: int
-    accuracy: float = 0.0  # of the test nodes, per cent, in the epoch that validation chose
+    accuracy: float = 0.0  # on the test nodes, in percent, in the epoch that validation chose
     chosen: int = 0  # that epoch
-    losses: list[float] = field(default_factory=list)  # of the validation nodes, by epoch
+    losses: list[float] = field(default_factory=list)  # on the validation nodes, by epoch
 
 
 class Net(nn.Module):
-    """The paper's model, of this library's layers or PyG's."""
+    """The paper's model, with layers of this library or of PyG."""
 
     def __init__(self, features: int, classes: int, layer: Any = GATConv) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class Net(nn.Module):
 
 
 class Trainer:
-    """A model, its optimiser and a graph: a step of training, and predictions."""
+    """A model, its optimiser and a graph."""
 
     def __init__(self, task: Task, graph: Any, layer: Any = GATConv) -> None:
         self.task, self.graph = task, graph
@@ -102,7 +105,7 @@ class Trainer:
         self.whole = task.features()
 
     def step(self) -> None:
-        """One step on the training nodes."""
+        """Take one step on the training nodes."""
         self.net.train()
         self.optimiser.zero_grad()
         scores = self.net(self.task.features(DROPOUT), self.graph)
@@ -110,7 +113,7 @@ class Trainer:
         self.optimiser.step()
 
     def judge(self) -> tuple[float, float, float]:
-        """Loss and accuracy of the validation nodes, accuracy of the test nodes."""
+        """Return loss and accuracy on the validation nodes, and accuracy on the test nodes."""
         self.net.eval()
         with torch.no_grad():
             scores = self.net(self.whole, self.graph)
@@ -141,7 +144,7 @@ def train(task: Task, seed: int, most: int, bar: Bar) -> Run:
 
 
 def time_epochs(task: Task, rounds: int) -> dict[str, Spread] | None:
-    """Seconds of a step and a look at validation, here and with PyG's layer in turn; None without PyG."""
+    """Time a step and its validation, with our layer and PyG's in turn; return None without PyG."""
     try:
         from torch_geometric.nn import GATConv as Peer
     except ImportError:
@@ -160,7 +163,7 @@ def time_epochs(task: Task, rounds: int) -> dict[str, Spread] | None:
 
 
 def read(name: str, folder: str | None) -> Task:
-    """A graph with features, labels and the public split; a drawn one where it is missing."""
+    """Read a graph with features, labels and the public split, or draw one if it is missing."""
     try:
         graph, nodes = load(name, folder), load_nodes(name, folder)
     except MissingGraphError as error:
@@ -174,7 +177,7 @@ def read(name: str, folder: str | None) -> Task:
 
 
 def draw_blocks(name: str, nodes: int = 2000, classes: int = 6, seed: int = 0) -> Task:
-    """Nodes of a class have more edges among each other, and words of their own among many."""
+    """Draw a graph whose classes have more edges inside, and some words of their own."""
     rng = np.random.default_rng(seed)
     label = rng.integers(0, classes, nodes)
     by_class = [np.flatnonzero(label == c) for c in range(classes)]
@@ -200,14 +203,14 @@ def draw_blocks(name: str, nodes: int = 2000, classes: int = 6, seed: int = 0) -
 
 
 def _normalise(ptr: Tensor, value: Tensor) -> Tensor:
-    """Divide by the sum of the row; a node may have no word."""
+    """Divide by the sum of each row; a node may have no words."""
     row = torch.repeat_interleave(torch.arange(len(ptr) - 1), ptr.diff())
     total = torch.zeros(len(ptr) - 1).index_add(0, row, value)
     return value / total[row]
 
 
 def report(task: Task, runs: list[Run], epochs: dict[str, Spread] | None) -> dict[str, Any]:
-    """What is kept of a graph; printed, too."""
+    """Print the results of a graph, and return those to store."""
     accuracies = [run.accuracy for run in runs]
     deviation = stdev(accuracies) if len(runs) > 1 else 0.0
     kept: dict[str, Any] = {
@@ -233,7 +236,7 @@ def report(task: Task, runs: list[Run], epochs: dict[str, Spread] | None) -> dic
 
 
 def plot(found: dict[str, tuple[list[Run], dict[str, Any]]], path: Path) -> None:
-    """Accuracies beside the paper's, and the course of validation."""
+    """Plot accuracies with the paper's, and the validation losses."""
     try:
         import matplotlib
     except ImportError:
@@ -261,19 +264,19 @@ def plot(found: dict[str, tuple[list[Run], dict[str, Any]]], path: Path) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "graphs", nargs="*", default=[], help="cora, citeseer or pubmed; the first two if none"
-    )
+    parser.add_argument("graphs", nargs="*", default=[], help="cora, citeseer or pubmed (the first two)")
     parser.add_argument("--data", help="folder with the graphs")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--epochs", type=int, default=5000, help="at most")
-    parser.add_argument("--rounds", type=int, default=15, help="of timing; 0 = none")
+    parser.add_argument("--epochs", type=int, default=5000, help="most epochs to train")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of timing; 0 = none")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
     unknown = [name for name in options.graphs if name not in PLANETOID]
     if unknown:
         parser.error(f"graphs: wanted {', '.join(PLANETOID)}, got {', '.join(unknown)}")
-    warnings.filterwarnings("ignore", message="Sparse (CSR tensor|invariant)")  # torch's own, of features
+    warnings.filterwarnings(
+        "ignore", message="Sparse (CSR tensor|invariant)"
+    )  # torch warns about sparse features
     options.out.mkdir(parents=True, exist_ok=True)
     found = {}
     kept: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}

@@ -1,11 +1,11 @@
-"""Train a small GPT on packed documents with a window, and print its speed beside SDPA's.
+"""Train a small GPT on packed documents with a window, and compare its speed with SDPA's.
 
-The text is this package's own source, a document a file, packed one after another: a token attends to the 256
-before it in its own file. attnbias takes that as a relation; SDPA takes it as a mask of every pair.
+The text is this package's own source, one document per file, packed one after another. A token attends to the
+256 tokens before it in its own file. attnbias takes that as a relation, SDPA as a mask of every pair.
 
     python examples/train_gpt.py [--steps 60] [--tokens 4096]
 
-takes a few minutes on a CPU.
+It takes a few minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import attnbias as ab
 from attnbias.nn import Rotary
 from attnbias.nn.relational import join_heads, split_heads
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of [B, H, N, D]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes [B, H, N, D] each
 
 
 class Block(nn.Module):
-    """A pre-norm block whose attention is handed in, so that two kinds can run the same weights."""
+    """A pre-norm block that is given its attention, so that two kinds can run the same weights."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class GPT(nn.Module):
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """All bytes of the package's source, and the file of each."""
+    """Return all bytes of the package's source, and the file of each."""
     files = [path.read_bytes() for path in sorted(Path(ab.__file__).parent.rglob("*.py"))]
     files = [text for text in files if text]
     lengths = torch.tensor([len(text) for text in files])
@@ -71,7 +71,7 @@ def load() -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: GPT, tokens: Tensor, files: Tensor, attend: Attend) -> Tensor:
-    """How well each byte is foretold from those before it, where both are of one file."""
+    """Return the loss of predicting each byte from the earlier bytes of its file."""
     logits = model(tokens[None, :-1], attend)[0]
     same = files[1:] == files[:-1]
     return nn.functional.cross_entropy(logits[same], tokens[1:][same])
@@ -104,13 +104,15 @@ def main() -> None:
         if step % 10 == 0:
             times["SDPA"].append(time_sdpa(model, tokens, files, near, loss.item()))
             bits = loss.item() / math.log(2)
-            print(f"step {step:3}: {bits:.2f} bits a byte, {times['attnbias'][-1]:.2f} s of CPU", flush=True)
+            print(
+                f"step {step:3}: {bits:.2f} bits per byte, {times['attnbias'][-1]:.2f} s of CPU", flush=True
+            )
         optimizer.step()
     print(f"loss {loss.item():.3f} after {given.steps} steps of {given.tokens} tokens, window {given.window}")
     medians = {name: statistics.median(each) for name, each in times.items()}
     print(
         ", ".join(f"{name} {seconds:.2f} s" for name, seconds in medians.items()),
-        "of CPU a step (median), forward",
+        "of CPU per step (median), forward",
     )
     print(
         f"and backward, layout and mask included: {medians['SDPA'] / medians['attnbias']:.1f} times as fast"
@@ -118,7 +120,7 @@ def main() -> None:
 
 
 def time_sdpa(model: GPT, tokens: Tensor, files: Tensor, near: ab.Relation, loss: float) -> float:
-    """The CPU time of the same step with SDPA and a mask; its loss must be the same."""
+    """Time the same step with SDPA and a mask; its loss must be the same."""
     began = time.process_time()
     n = len(tokens) - 1
     q, k = torch.arange(n)[:, None], torch.arange(n)

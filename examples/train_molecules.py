@@ -2,10 +2,10 @@
 
     python examples/train_molecules.py
 
-The molecules (1,024 of the NCI set) come with the package. The model sees the bonds alone and has to tell
-what follows from them: how many rings a molecule has, and how far apart its atoms are in the mean. A node's
-features are its degree and how likely a random walk is back after 1 to 8 steps. Prints how the time of a step
-is spent: batching and laying out the graph, forward, backward. Writes molecules.json and molecules.png.
+The molecules (1,024 of the NCI set) come with the package. The model sees only the bonds and predicts what
+follows from them: the number of rings, and the mean distance between atoms. A node's features are its degree
+and the probabilities that a random walk is back after 1 to 8 steps. Prints how the time of a step is spent:
+batching and building the layout, forward, backward. Writes molecules.json and molecules.png.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from progress import Bar
 from torch import Tensor, nn
 
 import attnbias as ab
-from attnbias.benchmarks.graphs import MissingGraphError, load
+from attnbias.benchmarks.cases.stored import MissingGraphError, load
 from attnbias.integrations.pyg import TransformerConv
 
-DEGREES, WALK = 5, 8  # largest degree told apart, longest walk
+DEGREES, WALK = 5, 8  # largest degree with its own feature, longest walk
 TARGETS = ("rings", "mean distance")
 
 
 @dataclass(frozen=True, eq=False)
 class Molecule:
-    """A graph, its nodes' features, and what is to be told."""
+    """A graph, its nodes' features and the targets."""
 
     graph: ab.Graph
     features: Tensor  # [N, DEGREES + 1 + WALK]
@@ -42,7 +42,7 @@ class Molecule:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)); attention along bonds."""
+    """A pre-norm block: x + attention(norm(x)) along bonds, then x + MLP(norm(x))."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Features [N, .] and the graph of a node [N] to predictions [graphs, 2]."""
+    """A model from features [N, .] and the graph of each node [N] to predictions [graphs, 2]."""
 
     def __init__(self, features: int, width: int = 64, heads: int = 4, layers: int = 4) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Net(nn.Module):
 
 
 def read(folder: str | None) -> list[Molecule]:
-    """All molecules, with targets of mean 0 and deviation 1."""
+    """Read all molecules, with targets of mean 0 and deviation 1."""
     data = load("mol1024", folder)
     assert data.ptr is not None
     molecule = np.searchsorted(data.ptr, data.edge_index[1], side="right") - 1
@@ -96,7 +96,7 @@ def read(folder: str | None) -> list[Molecule]:
 
 
 def describe(bonds: NDArray[np.int64], size: int) -> tuple[NDArray[np.float64], tuple[float, float]]:
-    """Features of the nodes [N, .], and the targets: rings, mean distance of atoms that are connected."""
+    """Return node features [N, .] and the targets: rings, and mean distance between connected atoms."""
     near = np.zeros((size, size))
     near[bonds[1], bonds[0]] = 1
     degree = near.sum(1)
@@ -120,7 +120,7 @@ def describe(bonds: NDArray[np.int64], size: int) -> tuple[NDArray[np.float64], 
 
 
 class Clock:
-    """Adds up the process time of the parts of a step."""
+    """Add up the process time of the parts of a step."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
@@ -136,17 +136,17 @@ class Clock:
 
 
 def join(molecules: list[Molecule]) -> tuple[Tensor, ab.Graph, Tensor, int]:
-    """What the model takes, of molecules side by side, with the layout ready."""
+    """Batch molecules into the model's arguments, with the layout built."""
     graph = ab.Graph.batch([molecule.graph for molecule in molecules])
     sizes = torch.tensor([len(molecule.features) for molecule in molecules])
     of_graph = torch.repeat_interleave(torch.arange(len(molecules)), sizes)
     features = torch.cat([molecule.features for molecule in molecules])
-    graph.layout(len(features), len(features))  # built here, so that it is timed; all layers share it
+    graph.layout(len(features), len(features))  # built here so that it is timed; all layers share it
     return features, graph, of_graph, len(molecules)
 
 
 def train(molecules: list[Molecule], options: argparse.Namespace) -> dict[str, Any]:
-    """Train on all but the last 200; keep losses, errors and times."""
+    """Train on all but the last 200; return losses, errors and times."""
     torch.manual_seed(options.seed)
     order = torch.randperm(len(molecules)).tolist()
     mixed = [molecules[i] for i in order]
@@ -178,23 +178,23 @@ def train(molecules: list[Molecule], options: argparse.Namespace) -> dict[str, A
                 losses.append(loss.item())
             net.eval()
             with torch.no_grad():
-                told = net(*test)
-            errors.append((told - wanted).square().mean(0).tolist())
+                predicted = net(*test)
+            errors.append((predicted - wanted).square().mean(0).tolist())
             bar.advance(f"unexplained: rings {errors[-1][0]:.3f}, distance {errors[-1][1]:.3f}")
     milliseconds = {part: 1e3 * spent / total for part, spent in clock.spent.items()}
-    explained = (1 - (told - wanted).square().mean(0) / wanted.var(0, correction=0)).tolist()
+    explained = (1 - (predicted - wanted).square().mean(0) / wanted.var(0, correction=0)).tolist()
     return {
         "losses": losses,
         "errors": errors,
         "explained": dict(zip(TARGETS, explained, strict=True)),
         "milliseconds": milliseconds,
-        "told": told.tolist(),
+        "predicted": predicted.tolist(),
         "wanted": wanted.tolist(),
     }
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """The course of training, and what was told of molecules not seen in it."""
+    """Plot the losses, and the predictions for unseen molecules."""
     try:
         import matplotlib
     except ImportError:
@@ -209,12 +209,12 @@ def plot(found: dict[str, Any], path: Path) -> None:
     for i, name in enumerate(TARGETS):
         steps = [per_epoch * (epoch + 1) for epoch in range(len(found["errors"]))]
         axes[0].semilogy(steps, [error[i] for error in found["errors"]], label=f"{name}, unseen")
-        told, wanted = ([row[i] for row in found[which]] for which in ("told", "wanted"))
-        axes[i + 1].plot(wanted, told, ".")
+        predicted, wanted = ([row[i] for row in found[which]] for which in ("predicted", "wanted"))
+        axes[i + 1].plot(wanted, predicted, ".")
         axes[i + 1].plot(wanted, wanted, linewidth=0.5)
         share = 100 * found["explained"][name]
         axes[i + 1].set(
-            title=f"{name}: {share:.1f} % explained", xlabel="true (in deviations)", ylabel="told"
+            title=f"{name}: {share:.1f} % explained", xlabel="true (in deviations)", ylabel="predicted"
         )
     axes[0].set(xlabel="step", ylabel="squared error")
     axes[0].legend()
@@ -224,9 +224,9 @@ def plot(found: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", help="folder with mol1024.npz, in place of the package's own")
+    parser.add_argument("--data", help="folder with mol1024.npz, instead of the package's own")
     parser.add_argument("--epochs", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=64, help="molecules in a step")
+    parser.add_argument("--batch", type=int, default=64, help="molecules per step")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results"))
@@ -240,7 +240,7 @@ def main() -> None:
     plot(found, options.out / "molecules.png")
     parts = ", ".join(f"{part} {spent:.1f} ms" for part, spent in found["milliseconds"].items())
     shares = ", ".join(f"{100 * share:.1f} % of {name}" for name, share in found["explained"].items())
-    print(f"explained of 200 molecules not seen: {shares}\na step: {parts}")
+    print(f"explained on 200 held-out molecules: {shares}\na step: {parts}")
     kept = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
     kept |= {"batch": options.batch, "epochs": options.epochs, "seed": options.seed}
     kept |= {key: found[key] for key in ("explained", "milliseconds")}

@@ -1,13 +1,13 @@
 """Does the right relation help? A small vision transformer on 8 x 8 digits, with little data.
 
-Three models that differ in nothing but the relation among the 64 pixels: all pairs; the 3 x 3 neighbourhood
-of each pixel; and that same neighbourhood among pixels in a random order, as sparse and as regular but wrong.
-If a relation is an inductive bias, the right one helps, the wrong one does not, and most of all when data is
-scarce.
+Three models differ only in the relation among the 64 pixels: all pairs; the 3 x 3 neighbourhood of each
+pixel; and that neighbourhood among shuffled pixels, as sparse and as regular but wrong. If a relation is an
+inductive bias, the right one should help and the wrong one should not, most of all when data is scarce.
 
     python examples/train_vit_digits.py [--seeds 5] [--steps 300]
 
-writes results/vit_digits.json and .png; some minutes on a CPU. Needs scikit-learn and matplotlib.
+It writes results/vit_digits.json and .png and takes a few minutes on a CPU. Needs scikit-learn and
+matplotlib.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ HELD_OUT = 500
 
 
 def relations(seed: int) -> dict[str, ab.Relation]:
-    """The relations to compare; the wrong one is drawn anew for each seed."""
+    """Return the relations to compare; the wrong one is drawn for each seed."""
     near = ab.Neighborhood((SIDE, SIDE), radius=1)
     shuffled = torch.randperm(SIDE * SIDE, generator=torch.Generator().manual_seed(1000 + seed))
     return {"all pairs": ab.Full(), "neighbours": near, "shuffled neighbours": near.permute(shuffled)}
 
 
 class PixelTransformer(nn.Module):
-    """Pixels and their places as tokens, blocks over one relation, the mean of all tokens."""
+    """A transformer over pixels: value and place as a token, blocks over one relation, mean of all tokens."""
 
     def __init__(self, relation: ab.Relation, d_model: int = 32, heads: int = 4, depth: int = 3) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class PixelTransformer(nn.Module):
         self.blocks = nn.ModuleList(
             Block(RelationalAttention(d_model, heads), d_model, 2 * d_model) for _ in range(depth)
         )
-        # One layout for all layers; at 64 tokens of 8 features a tile is quicker than edges.
+        # One layout for all layers; at 64 tokens of 8 features a tile is faster than edges.
         self.layout = relation.layout(SIDE * SIDE, SIDE * SIDE, form="tiles")
         self.norm, self.digit = nn.LayerNorm(d_model), nn.Linear(d_model, 10)
 
@@ -60,7 +60,7 @@ class PixelTransformer(nn.Module):
 
 
 def accuracy(relation: ab.Relation, samples: int, seed: int, steps: int) -> float:
-    """Train on some digits, and count the right answers on others."""
+    """Train on some digits, and return the accuracy on others."""
     torch.manual_seed(seed)
     data = load_digits()
     images = torch.tensor(data.data, dtype=torch.float32) / 4 - 1.2  # about 0 and 1
@@ -82,7 +82,7 @@ def accuracy(relation: ab.Relation, samples: int, seed: int, steps: int) -> floa
 
 
 def draw(results: dict[str, dict[int, list[float]]], path: Path) -> None:
-    """Accuracy by number of samples: the mean over seeds, and each seed."""
+    """Plot accuracy by number of samples: the mean over seeds, and each seed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,7 +125,9 @@ def main() -> None:
                     f"{done}/{count}  seed {seed}  {name}, {samples} samples: {score:.1%}  ({seconds:.0f} s)",
                     flush=True,
                 )
-        given.out.mkdir(parents=True, exist_ok=True)  # after each seed: who stops early keeps what there is
+        given.out.mkdir(
+            parents=True, exist_ok=True
+        )  # after each seed, so that an interrupted run keeps its results
         (given.out / "vit_digits.json").write_text(json.dumps(results, indent=1) + "\n")
         draw(results, given.out / "vit_digits.png")
     print(f"\n{'':22}" + "".join(f"{n:>16}" for n in SAMPLES))

@@ -1,9 +1,8 @@
-"""Cross-attention over a long memory with each head's nearest keys alone, as Unlimiformer has it.
+"""Cross-attention over a long memory, to the nearest keys of each head only, as in Unlimiformer.
 
-A small T5 reads 32,768 tokens; its encoder looks through a window, and in its decoder each head of each query
-attends to the 64 keys with the largest products, found exactly, chunk by chunk. With random weights there is
-nothing to read in the answer: what is shown is that it runs, what it costs, and how near it is to attending
-to everything.
+A small T5 reads 32,768 tokens. Its encoder uses a window; in its decoder each head of each query attends to
+the 64 keys with the largest products, found exactly, chunk by chunk. The weights are random, so the answer
+means nothing: the script shows that it runs, what it costs, and how close it is to attending to everything.
 
     python examples/unlimiformer.py [--tokens 32768] [--keys 64]
 """
@@ -35,7 +34,7 @@ def main() -> None:
     )
     model = huggingface.attach(transformers.T5ForConditionalGeneration(config).eval())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # as sharp as a trained model's attention
+        for name, parameter in model.named_parameters():  # makes attention as sharp as a trained model's
             if name.endswith("EncDecAttention.q.weight"):
                 parameter.mul_(40)
     huggingface.set_relation(model.encoder, ab.Window(before=256, after=256))
@@ -57,13 +56,13 @@ def main() -> None:
     print(f"8 tokens generated in {time.process_time() - began:.2f} s of CPU")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     pairs = given.tokens**2 * 4 / 2**30
-    print(f"peak memory {peak:.1f} GiB; one head's scores of the encoder alone would be {pairs:.1f} GiB")
+    print(f"peak memory {peak:.1f} GiB; one head's scores in the encoder would take {pairs:.1f} GiB")
 
 
 def decode(
     model: transformers.T5ForConditionalGeneration, memory: object, answer: Tensor
 ) -> tuple[Tensor, float]:
-    """The logits of an answer, and the CPU time they took."""
+    """Return the logits of an answer, and their CPU time."""
     began = time.process_time()
     with torch.no_grad():
         logits: Tensor = model(encoder_outputs=memory, decoder_input_ids=answer).logits

@@ -1,4 +1,4 @@
-"""Memory that the library takes without filling is NaN (or huge) in tests, so that reading it shows."""
+"""Fixtures for every test: one cache of compiled kernels, and fresh memory full of NaN."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# `python -m pytest` puts the project's folder on the path, where transformers would take kernels/ for the
+# `python -m pytest` puts the project's folder on the path, where transformers would mistake kernels/ for the
 # package of that name.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent.parent]
 
@@ -16,6 +16,16 @@ try:
     import attnbias  # noqa: F401
 except ImportError as error:  # the mapping of kernels/ needs an install
     raise pytest.UsageError(f"{error}: run `pip install -e .` first") from None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(pytestconfig):
+    """Keep kernels that Triton compiles between tests, workers and runs."""
+    cache = getattr(pytestconfig, "cache", None)  # absent with -p no:cacheprovider
+    with pytest.MonkeyPatch.context() as patch:
+        if cache is not None:
+            patch.setenv("TRITON_CACHE_DIR", str(cache.mkdir("triton")))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +37,7 @@ def poison(monkeypatch):
         def filled(*args, _plain=plain, **kwargs):
             made = _plain(*args, **kwargs)
             if made.is_floating_point() and not torch.compiler.is_compiling() and made.device.type != "meta":
-                made.detach().fill_(torch.nan)  # checkpoint makes a leaf in torch 2.10
+                made.detach().fill_(torch.nan)  # in torch 2.10, checkpoint makes a leaf
             return made
 
         monkeypatch.setattr(torch, name, filled)

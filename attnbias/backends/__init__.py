@@ -1,1 +1,14 @@
-"""One adapter for each way of computing attention."""
+"""The ways to compute a call.
+
+Each backend is a module or folder with ``name``, ``why_not(problem)`` and either ``attend``, or ``forward``
+and ``backward``; ``attnbias.op.dispatch`` describes both kinds and lists the backends.
+
+``reference``    the specification: plain PyTorch on the relation itself
+``rows``         plain PyTorch on a layout's lists
+``sdpa``         PyTorch's own attention
+``cpu``          the C++ kernels of ``csrc/``
+``triton``       the GPU kernels of ``kernels/``
+
+They share ``call`` (what a backend gets), ``strides`` (how results lie in memory), ``philox`` (the bits of
+dropout) and ``edge_terms`` (score terms of edges). They import layouts, scores and relations, never ``op``.
+"""

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
-    from ..problem import Call
+    from .call import Call
 
 Places = dict[str, tuple[Tensor, ...]]
 
 
 def find_places(call: Call) -> Places:
-    """Where each part has the value of each edge of the layout's list: indices of its last dimensions.
+    """Return where each part has the values of the layout's edges: indices of its last dimensions.
 
-    The part of edges has them in its first.
+    The part of edges has them in its first dimension.
     """
     layout, q_len = call.layout, call.query.shape[2]
-    count = layout.sizes["edges"]
+    count = layout.edges
     keys = layout.edge_key[:count].long()
     rows = torch.arange(len(layout.edge_ptr) - 1, device=keys.device) % max(q_len, 1)
     rows = rows.repeat_interleave(layout.edge_ptr.diff().long(), output_size=count)
@@ -34,9 +34,9 @@ def find_places(call: Call) -> Places:
 
 
 def add_up(call: Call, places: Places) -> Tensor:
-    """The sum of all parts at each edge, float32 [B, H, edges]."""
+    """Return the sum of all parts at each edge, float32 [B, H, edges]."""
     batch, heads = call.query.shape[:2]
-    total = call.query.new_zeros((batch, heads, call.layout.sizes["edges"]), dtype=torch.float32)
+    total = call.query.new_zeros((batch, heads, call.layout.edges), dtype=torch.float32)
     for name, part in call.parts.items():
         if name == "edge":
             total += part[places[name]].T
@@ -46,15 +46,13 @@ def add_up(call: Call, places: Places) -> Tensor:
     return total
 
 
-def take_back(d_edges: Tensor, call: Call, places: Places, grads: Sequence[Tensor]) -> None:
-    """Add the gradients of the edges, [B, H, edges], to those of the parts (empty = not wanted), in order.
+def take_back(d_edges: Tensor, places: Places, grads: Mapping[str, Tensor]) -> None:
+    """Add the gradients of the edges, [B, H, edges], to those of the parts in ``grads``, in one order.
 
-    On a CPU: elsewhere index_add_ has no order.
+    Only for a CPU: elsewhere index_add_ has no order.
     """
     batch, heads = d_edges.shape[:2]
-    for name, grad in zip(call.parts, grads, strict=True):
-        if not grad.numel():
-            continue
+    for name, grad in grads.items():
         if name == "edge":
             by_head = d_edges.sum(0).T  # [edges, H]; each edge is in one place of the list
             grad.index_add_(0, places[name][0], by_head if grad.shape[1] > 1 else by_head.sum(1, True))

@@ -8,25 +8,27 @@ deterministic.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..philox import keep_mask
-from ..scores import why_not_terms
+from ..scores.additive import why_not_terms
+from .call import Grads, name_parts, parts_needed
+from .philox import keep_mask
 from .strides import empty_like_query
 
 if TYPE_CHECKING:
-    from ..problem import Call, Problem
+    from ..op.problem import Problem
+    from .call import Call, Needs
 
 name = "rows"
 
 
 def why_not(problem: Problem) -> list[str]:
-    """Say what keeps the layout reference from running this problem."""
+    """Return the reasons why the layout reference cannot run this problem."""
     return why_not_terms(problem.terms, problem.score)
 
 
@@ -71,9 +73,9 @@ def backward(
     lse: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    """Compute the gradients of (query, key, value, sink, *terms); no elements where not needed.
+    needs: Needs,
+) -> Grads:
+    """Compute the gradients that are needed.
 
     With probabilities P, kept pairs Z (0 or 1 / (1 - dropout_p)) and dP = Z * (dO V^T):
     dV = (Z * P)^T dO, dS = P * (dP - rowsum(P * dP) + dlse), dQ = dS K and dK = dS^T Q.
@@ -86,15 +88,12 @@ def backward(
     share, precision = _share(call), _precision(query)
     grad_query = torch.zeros_like(query)
     # By query head, so that no two (b, h) of a tile add to the same place; summed at the end.
-    grad_key = query.new_zeros((B, H, K if needs[1] else 0, D), dtype=precision)
-    grad_value = query.new_zeros((B, H, K if needs[2] else 0, E), dtype=precision)
+    grad_key = query.new_zeros((B, H, K if needs.key else 0, D), dtype=precision)
+    grad_value = query.new_zeros((B, H, K if needs.value else 0, E), dtype=precision)
     grad_sink = query.new_zeros((B, H), dtype=torch.float64)
-    first_part = 4 if call.additive is None else 5  # the weight of an additive score stands before them
     # In float64, which torch adds up in one order; float32 it gives to threads, who add as they come.
     grad_parts = {
-        name: torch.zeros_like(part, dtype=torch.float64)
-        for (name, part), need in zip(call.parts.items(), needs[first_part:], strict=False)
-        if need
+        name: torch.zeros_like(call.parts[name], dtype=torch.float64) for name in parts_needed(needs)
     }
     grad_weight = query.new_zeros((H, D), dtype=torch.float64)
     for tile in _tiles(call):
@@ -102,7 +101,7 @@ def backward(
         probs, sink_probs, tile_lse = _softmax(call, tile, scores, often)
         keep = _keep(call, tile)
         d_out = grad_out[tile.queries].to(precision)  # [n, rows, E]
-        if needs[2]:
+        if needs.value:
             grad_value[tile.columns(1)] += (probs * keep).mT @ d_out
         d_probs = d_out @ value[tile.columns(share)].to(precision).mT * keep  # [n, rows, m]
         d_row = -(probs * d_probs).sum(-1)  # [n, rows]
@@ -121,27 +120,23 @@ def backward(
                 grad.index_put_(_places(call, part, tile), d_scores.double(), accumulate=True)
         d_query, d_key, d_weight = _through_score(call, tile, d_scores * slope)
         grad_query[tile.queries] = d_query.to(query.dtype)
-        if needs[1]:
+        if needs.key:
             grad_key[tile.columns(1)] += d_key
         if d_weight is not None:
             grad_weight.index_put_((tile.h,), d_weight.double(), accumulate=True)
     heads = (Hk, share)  # of H
-    grads = [query.new_empty(0) for _ in needs]
-    if needs[0]:
-        grads[0] = grad_query
-    if needs[1]:
-        grads[1] = torch.empty_like(key).copy_(torch.unflatten(grad_key, 1, heads).sum(2))
-    if needs[2]:
-        grads[2] = torch.empty_like(value).copy_(torch.unflatten(grad_value, 1, heads).sum(2))
-    if needs[3]:
+    d_sink = None
+    if needs.sink:
         assert call.sink is not None
-        grads[3] = torch.empty_like(call.sink).copy_(grad_sink.sum(0))
-    if call.additive is not None:
-        grads[4] = grad_weight.to(precision)
-    for i, part in enumerate(call.parts, first_part):
-        if part in grad_parts:
-            grads[i] = grad_parts[part].to(precision)
-    return grads
+        d_sink = torch.empty_like(call.sink).copy_(grad_sink.sum(0))
+    return Grads(
+        grad_query if needs.query else None,
+        torch.empty_like(key).copy_(grad_key.unflatten(1, heads).sum(2)) if needs.key else None,
+        torch.empty_like(value).copy_(grad_value.unflatten(1, heads).sum(2)) if needs.value else None,
+        d_sink,
+        grad_weight.to(precision) if needs.weight else None,
+        **name_parts({name: grad.to(precision) for name, grad in grad_parts.items()}),
+    )
 
 
 def _precision(query: Tensor) -> torch.dtype:
@@ -171,7 +166,7 @@ def _tiles(call: Call) -> Iterator[_Tile]:
 
 
 def _edges(call: Call, g: int, rows: slice, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Number and place of each edge of some rows, where a part asks for edges."""
+    """Return number and place of each edge of some rows, if a part asks for edges."""
     layout = call.layout
     if "edge" not in call.parts or not layout.edges:
         return keys[:0], keys[:0]
@@ -183,7 +178,7 @@ def _edges(call: Call, g: int, rows: slice, keys: Tensor) -> tuple[Tensor, Tenso
 
 
 def _levels(call: Call, tile: _Tile) -> list[tuple[slice, Tensor | float]]:
-    """Ranges of dimensions, and what their products at each pair [rows, m] are multiplied by."""
+    """Return ranges of dimensions, and the factors of their products at each pair [rows, m]."""
     score = call.multilevel
     if score is None:
         return [(slice(None), 1.0)]
@@ -195,7 +190,7 @@ def _levels(call: Call, tile: _Tile) -> list[tuple[slice, Tensor | float]]:
 
 
 def _scores(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Scores [n, rows, m], -inf where unrelated; how often each counts; their slope by q . k or the like."""
+    """Return scores [n, rows, m], -inf where unrelated; how often each counts; their slope by q . k."""
     precision = _precision(call.query)
     queries, keys = _sides(call, tile)
     if call.additive is None:
@@ -221,13 +216,13 @@ def _scores(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor | float]:
 
 
 def _sides(call: Call, tile: _Tile) -> tuple[Tensor, Tensor]:
-    """Queries [n, rows, D] and keys [n, m, D] of a tile."""
+    """Return queries [n, rows, D] and keys [n, m, D] of a tile."""
     precision = _precision(call.query)
     return call.query[tile.queries].to(precision), call.key[tile.columns(_share(call))].to(precision)
 
 
 def _through_score(call: Call, tile: _Tile, d_raw: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of queries [n, rows, D], keys [n, m, D] and an additive score's weight [n, D]."""
+    """Return gradients of queries [n, rows, D], keys [n, m, D] and an additive score's weight [n, D]."""
     queries, keys = _sides(call, tile)
     if call.additive is None:
         d_products = [(dims, d_raw * factor) for dims, factor in _levels(call, tile)]
@@ -242,12 +237,12 @@ def _through_score(call: Call, tile: _Tile, d_raw: Tensor) -> tuple[Tensor, Tens
 
 
 def _edge_places(call: Call, tile: _Tile) -> tuple[Tensor, Tensor]:
-    """Where the part of edges has their values, indices that broadcast to [n, edges]."""
+    """Return where the part of edges has their values: indices that broadcast to [n, edges]."""
     return tile.number, tile.h[:, None] % call.parts["edge"].shape[1]
 
 
 def _edge_bias(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
-    """Edges: exp(bias - largest of the pair) [n, edges]; pairs: that largest [n, rows * m], and the sums."""
+    """Return exp(bias - largest of its pair) [n, edges]; by pair, that largest [n, rows * m] and the sums."""
     bias = call.parts["edge"][_edge_places(call, tile)]
     place = tile.place.expand_as(bias)
     top = bias.new_full((len(bias), tile.counts.numel()), -torch.inf).scatter_reduce(1, place, bias, "amax")
@@ -260,7 +255,7 @@ def _edge_bias(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _places(call: Call, part: str, tile: _Tile) -> tuple[Tensor, ...]:
-    """Where a part of the terms has the values of a tile's pairs: indices that broadcast to [n, rows, m]."""
+    """Return where a part has the values of a tile's pairs: indices that broadcast to [n, rows, m]."""
     q_len, keys = call.query.shape[2], tile.keys
     rows = torch.arange(tile.rows.start, tile.rows.stop, device=keys.device)[:, None]
     index: tuple[Tensor, ...] = (rows, keys)
@@ -292,7 +287,7 @@ def _softmax(call: Call, tile: _Tile, scores: Tensor, often: Tensor) -> tuple[Te
 
 
 def _keep(call: Call, tile: _Tile) -> Tensor | float:
-    """Return what dropout multiplies the probabilities by: 0 or 1 / (1 - dropout_p)."""
+    """Return the factors of dropout: 0 or 1 / (1 - dropout_p)."""
     if call.dropout_p == 0:
         return 1.0
     assert call.seed is not None

@@ -1,19 +1,19 @@
-"""The two functions of flash-attn that most code calls, by their names and arguments there."""
+"""The two flash-attn functions that most code calls, with the same names and arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import NoneType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import check_dense
-from ..ops import attention
+from ..arguments import as_indices, check_dense
+from ..attention import attention
 from ..relations import Causal, Documents, Empty, Relation, Window
-from ..relations.relation import as_indices
-from ..terms import ALiBi, Term
+from ..scores.terms import ALiBi
 
 
 def flash_attn_func(
@@ -31,28 +31,28 @@ def flash_attn_func(
     *,
     relation: Relation | None = None,
 ) -> Tensor:
-    """flash-attn's function: tensors [B, L, H, D], the last query at the last key.
+    """Attend with flash-attn's arguments: tensors [B, L, H, D], the last query at the last key.
 
     Args:
         q: [B, Q, H, D].
         k: [B, K, Hk, D].
         v: [B, K, Hk, E].
-        dropout_p: share of the weights to drop.
+        dropout_p: fraction of the weights to drop.
         softmax_scale: factor of the products, ``D**-0.5`` if None.
-        causal: no later keys.
-        window_size: keys before and after the query's position; -1 or None is no limit.
-        softcap: bound on the scores, 0 is off.
+        causal: hide later keys.
+        window_size: keys before and after the query's position; -1 or None means no limit.
+        softcap: bound on the scores; 0 turns it off.
         alibi_slopes: [H] or [B, H].
-        deterministic: accepted; it always is.
+        deterministic: accepted; results always are.
         return_attn_probs: must be False.
-        relation: which must hold besides; in the same positions.
+        relation: combined with ``causal`` and ``window_size``, in the same positions; all must allow a pair.
 
     Returns:
         [B, Q, H, E].
 
     Raises:
         NotImplementedError: for ``return_attn_probs``.
-        TypeError: if an argument is of the wrong kind.
+        TypeError: if an argument has the wrong type.
         ValueError: if a shape does not fit.
 
     Example:
@@ -61,22 +61,13 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True, window_size=(15, 0)).shape
         torch.Size([2, 100, 4, 8])
     """
-    _refuse_probs(return_attn_probs)
-    _check_tensors("[B, L, H, D]", q, k, v)
+    _check("[B, L, H, D]", q, k, v, return_attn_probs)
     if relation is not None and not isinstance(relation, Relation):
         raise TypeError(f"relation: wanted a Relation or None, got {type(relation).__name__}")
-    out = attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        _and(_window(causal, window_size), relation),
-        terms=_alibi(alibi_slopes),
-        scale=softmax_scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        q_start="end",
-    )
-    return out.transpose(1, 2)
+    window = _window(causal, window_size)
+    allowed = relation if window is None else window if relation is None else window & relation
+    numbers = {"scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
+    return _attend(q, k, v, allowed, alibi_slopes, **numbers, q_start="end")
 
 
 def flash_attn_varlen_func(
@@ -97,39 +88,33 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """flash-attn's function for sequences one after another, the last query of each at its last key.
+    """Attend within packed sequences with flash-attn's arguments, the last query of each at its last key.
 
     Args:
         q: [all queries, H, D].
         k: [all keys, Hk, D].
         v: [all keys, Hk, E].
-        cu_seqlens_q: where each sequence's queries begin, and the end, [sequences + 1].
+        cu_seqlens_q: [sequences + 1], where each sequence's queries begin, and the end of the last.
         cu_seqlens_k: the same for keys.
-        max_seqlen_q: accepted; it is not needed.
-        max_seqlen_k: accepted; it is not needed.
-        dropout_p: share of the weights to drop.
-        softmax_scale: factor of the products, ``D**-0.5`` if None.
-        causal: no later keys.
-        window_size: keys before and after the query's position; -1 or None is no limit.
-        softcap: bound on the scores, 0 is off.
-        alibi_slopes: [H]; sequences must then have as many keys as queries.
-        deterministic: accepted; it always is.
-        return_attn_probs: must be False.
-        block_table: must be None.
+        max_seqlen_q: accepted and ignored.
+        max_seqlen_k: accepted and ignored.
+        alibi_slopes: [H]; every sequence must then have as many keys as queries.
+        block_table: must be None. All other arguments are those of :func:`flash_attn_func`.
 
     Returns:
         [all queries, H, E].
 
     Raises:
-        NotImplementedError: for ``return_attn_probs``, ``block_table`` (paged keys), slopes by batch, and
-            slopes with sequences of more keys than queries.
-        TypeError: if an argument is of the wrong kind.
-        ValueError: if a shape does not fit, or offsets do not end at the number of tokens.
+        NotImplementedError: for ``return_attn_probs``, ``block_table`` (paged keys), slopes per batch, and
+            slopes where a sequence has more keys than queries.
+        TypeError: if an argument has the wrong type.
+        ValueError: if a shape does not fit, or the offsets do not end at the number of tokens.
     """
-    _refuse_probs(return_attn_probs)
-    _check_tensors("[tokens, H, D]", q, k, v)
+    _check("[tokens, H, D]", q, k, v, return_attn_probs)
     if block_table is not None:
-        raise NotImplementedError("block_table: paged keys are not offered, wanted None")
+        raise NotImplementedError(
+            f"block_table: wanted None, paged keys are not supported, got {type(block_table).__name__}"
+        )
     starts = _read_offsets("cu_seqlens_q", cu_seqlens_q, q), _read_offsets("cu_seqlens_k", cu_seqlens_k, k)
     if alibi_slopes is not None:
         check_dense("alibi_slopes", alibi_slopes)
@@ -137,32 +122,40 @@ def flash_attn_varlen_func(
             raise NotImplementedError(f"alibi_slopes: wanted [H], got {list(alibi_slopes.shape)}")
         if not torch.equal(*starts):
             raise NotImplementedError("alibi_slopes: wanted cu_seqlens_q equal to cu_seqlens_k")
-    out = attention(
-        q.transpose(0, 1),
-        k.transpose(0, 1),
-        v.transpose(0, 1),
-        _in_sequences(_window(causal, window_size), *starts),
-        terms=_alibi(alibi_slopes),
-        scale=softmax_scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-    )
-    return out.transpose(0, 1)
+    allowed = _in_sequences(_window(causal, window_size), *starts)
+    numbers = {"scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
+    return _attend(q, k, v, allowed, alibi_slopes, **numbers)
 
 
-def _check_tensors(wanted: str, *tensors: Tensor) -> None:
-    for name, x in zip("qkv", tensors, strict=True):
+def _check(wanted: str, q: Tensor, k: Tensor, v: Tensor, return_attn_probs: bool) -> None:
+    if return_attn_probs:
+        raise NotImplementedError(
+            "return_attn_probs: wanted False, got True; attnbias.attention_weights returns the weights"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
         check_dense(name, x)
         if x.dim() != wanted.count(",") + 1:
             raise ValueError(f"{name}: wanted {wanted}, got {list(x.shape)}")
 
 
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, relation: Relation | None, slopes: Tensor | None, **options: Any
+) -> Tensor:
+    """Attend with flash-attn's order of dimensions, [..., L, H, D]."""
+    query, key, value = (x.transpose(-3, -2) for x in (q, k, v))
+    terms = [] if slopes is None else [ALiBi(slopes)]
+    out: Tensor = attention(query, key, value, relation, terms=terms, **options)
+    return out.transpose(-3, -2)
+
+
 def _read_offsets(name: str, given: Tensor | Sequence[int], tokens: Tensor) -> Tensor:
-    """Where sequences of tokens [n, H, D] begin, and the end, int64."""
+    """Return where the sequences among tokens [n, H, D] begin, and the end, int64."""
     offsets = as_indices(name, given, (1,))
     last = int(offsets[-1]) if len(offsets) else None
     if last != len(tokens):
-        raise ValueError(f"{name}: wanted offsets that end at {len(tokens)}, as many as tokens, got {last}")
+        raise ValueError(
+            f"{name}: wanted offsets that end at the number of tokens, {len(tokens)}, got {last}"
+        )
     return offsets
 
 
@@ -177,29 +170,14 @@ def _window(causal: bool, window_size: tuple[int | None, int | None]) -> Relatio
 
 
 def _in_sequences(window: Relation | None, starts_q: Tensor, starts_k: Tensor) -> Relation:
-    """A window inside each sequence, its last query at its last key."""
-    if window is None:
-        return Documents.from_cu_seqlens(starts_q, starts_k)
-    ahead = (starts_k.diff() - starts_q.diff()).cpu().numpy()  # keys before the first query
+    """Restrict a window to each sequence, its last query at its last key."""
     documents = Documents.from_cu_seqlens(starts_q, starts_k)
+    if window is None:
+        return documents
+    ahead = (starts_k.diff() - starts_q.diff()).cpu().numpy()  # keys before the first query
     found: Relation = Empty()
     for distance in np.unique(ahead).tolist():
         here = torch.as_tensor(ahead == distance)
         ids, key_ids = (torch.where(here[each], each, -1) for each in (documents.ids, documents._keys))
         found = found | Documents(ids, key_ids).each(window.shift(distance))
     return found
-
-
-def _and(a: Relation | None, b: Relation | None) -> Relation | None:
-    return b if a is None else a if b is None else a & b
-
-
-def _alibi(slopes: Tensor | None) -> list[Term]:
-    return [] if slopes is None else [ALiBi(slopes)]
-
-
-def _refuse_probs(return_attn_probs: bool) -> None:
-    if return_attn_probs:
-        raise NotImplementedError(
-            "return_attn_probs: wanted False; attnbias.attention_weights gives the weights"
-        )

@@ -1,4 +1,4 @@
-"""To and from FlexAttention's ``BlockMask``."""
+"""Convert to and from FlexAttention's ``BlockMask``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from ..relations import Relation, Where
 
 
 def to_block_mask(layout: Layout) -> BlockMask:
-    """The same pairs as a BlockMask, whose ``mask_mod`` reads the layout's own bits.
+    """Convert a layout to a BlockMask with the same pairs; its ``mask_mod`` reads the layout's own bits.
 
     Args:
-        layout: one without edges (``form="tiles"``); groups become its batch and heads.
+        layout: a layout without edges (``form="tiles"``).
     """
     if layout.edges:
-        raise ValueError("layout: a BlockMask has no edges; build with form='tiles'")
+        raise ValueError(
+            f"layout: wanted one without edges, got {layout.edges} edges; build it with form='tiles'"
+        )
     tile, device = layout.tile, layout.device
     q_tiles, k_tiles = -(-layout.q_len // tile), -(-layout.k_len // tile)
     kind = torch.zeros(layout.groups, q_tiles, k_tiles, dtype=torch.int64, device=device)
@@ -60,7 +62,7 @@ def to_block_mask(layout: Layout) -> BlockMask:
 
 
 def from_block_mask(block_mask: BlockMask) -> Relation:
-    """The relation of a BlockMask: its ``mask_mod`` inside its blocks."""
+    """Convert a BlockMask to a relation: its ``mask_mod`` within its blocks."""
     sizes = block_mask.BLOCK_SIZE
     blocks: Any = block_mask.to_dense().bool()  # [B, H, q_blocks, k_blocks]
     mask_mod = block_mask.mask_mod

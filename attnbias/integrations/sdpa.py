@@ -1,4 +1,4 @@
-"""``torch.nn.functional.scaled_dot_product_attention``, with a relation."""
+"""``torch.nn.functional.scaled_dot_product_attention`` with a relation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_dense
-from ..ops import attention
+from ..attention import attention
 from ..relations import Causal, Dense, Relation
-from ..terms import PairBias, Term
+from ..scores.terms import PairBias, Term
 
 
 def scaled_dot_product_attention(
@@ -25,26 +25,27 @@ def scaled_dot_product_attention(
     *,
     relation: Relation | None = None,
 ) -> Tensor:
-    """Torch's function with its own arguments, and one more: a relation.
+    """Attend with the arguments of torch's function, plus a relation.
 
-    A boolean mask becomes ``Dense``, a float one ``PairBias``; either is a [Q, K] tensor, which a relation
-    is not. What differs from torch: a query without a key gets zeros, dropout draws other bits, and a mask
-    goes with ``is_causal`` for all shapes (torch refuses some), both of which must then hold.
+    A boolean mask becomes ``Dense`` and a float mask ``PairBias``; both hold [Q, K] tensors, a relation does
+    not. Three things differ from torch: a query without a key gets zeros, dropout draws other bits, and a
+    mask combines with ``is_causal`` for all shapes (torch refuses some).
 
     Args:
         query: [..., H, Q, D].
         key: [..., H, K, D]; all but the last two dimensions broadcast.
         value: [..., H, K, E].
-        attn_mask: broadcasts to [..., H, Q, K]; True = may attend, or numbers to add to the scores.
-        dropout_p: share of the weights to drop.
-        is_causal: ``Causal()``, whose first query stands at the first key, as in torch.
+        attn_mask: broadcasts to [..., H, Q, K]; True means may attend, numbers are added to the scores.
+        dropout_p: fraction of the weights to drop.
+        is_causal: apply ``Causal()`` with the first query at the first key, as in torch.
         scale: factor of the products, ``D**-0.5`` if None.
-        enable_gqa: key and value may have fewer heads, which divide those of the query.
-        relation: which query attends to which key; with a mask, both must hold.
+        enable_gqa: let key and value have fewer heads, a divisor of the query's.
+        relation: which query attends to which key; with a mask, both must allow a pair.
 
     Raises:
         ValueError: if a shape does not fit.
-        TypeError: if an argument is no dense tensor, or the mask has neither booleans nor fitting numbers.
+        TypeError: if an argument is not a dense tensor, or the mask is neither boolean, float32 nor of the
+            query's dtype.
 
     Example:
         >>> import torch
@@ -57,7 +58,7 @@ def scaled_dot_product_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_dense(name, x)
         if x.dim() < least:
-            wanted = "[..., H, L, D] because of enable_gqa" if enable_gqa else "[..., L, D]"
+            wanted = "[..., H, L, D] with enable_gqa" if enable_gqa else "[..., L, D]"
             raise ValueError(f"{name}: wanted {wanted}, got {list(x.shape)}")
     rank = max(query.dim(), key.dim(), value.dim())
     query, key, value = (x if x.dim() > 2 else x[None] for x in (query, key, value))
@@ -92,9 +93,9 @@ def _broadcast(what: str, shapes: list[torch.Size]) -> torch.Size:
         shape: torch.Size = torch.broadcast_shapes(*shapes)
     except RuntimeError:
         got = ", ".join(str(list(shape)) for shape in shapes)
-        hint = "; enable_gqa=True lets heads share a key" if what == "heads" else ""
+        hint = "; enable_gqa=True lets heads share keys" if what == "heads" else ""
         raise ValueError(
-            f"query: wanted {what} of query, key and value that broadcast, got {got}{hint}"
+            f"query: wanted {what} that broadcast with those of key and value, got {got}{hint}"
         ) from None
     return shape
 
@@ -102,7 +103,7 @@ def _broadcast(what: str, shapes: list[torch.Size]) -> torch.Size:
 def _match_heads(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Bring query [..., H, Q, D], key and value to head counts that ``attention`` takes."""
+    """Expand query, key and value [..., H, L, D] to head counts that ``attention`` takes."""
     if enable_gqa:
         heads = query.shape[-3]
         for name, x in (("key", key), ("value", value)):
@@ -113,14 +114,14 @@ def _match_heads(
     else:
         heads = _broadcast("heads", [x.shape[-3:-2] for x in (query, key, value)])[0]
         query = query.expand(*query.shape[:-3], heads, -1, -1)
-    if key.shape[-3] == value.shape[-3]:  # heads are shared without a copy
+    if key.shape[-3] == value.shape[-3]:  # attention shares heads without a copy
         return query, key, value
     key, value = (x.repeat_interleave(heads // max(x.shape[-3], 1), -3) for x in (key, value))
     return query, key, value
 
 
 def _check_mask(mask: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The mask with all of its last two dimensions."""
+    """Check the mask, and expand its last two dimensions to [Q, K]."""
     check_dense("attn_mask", mask)
     if mask.dtype not in (torch.bool, torch.float32, dtype):
         raise TypeError(f"attn_mask: wanted booleans, float32 or the query's {dtype}, got {mask.dtype}")
@@ -134,5 +135,5 @@ def _check_mask(mask: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 
 def _four(x: Tensor, leading: torch.Size) -> Tensor:
-    """[..., H, L, D] as [B, H, L, D]: all but the last three dimensions become one."""
+    """Flatten [..., H, L, D] to [B, H, L, D]."""
     return x.expand(*leading, *x.shape[-3:]).reshape(math.prod(leading), *x.shape[-3:])

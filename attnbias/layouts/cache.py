@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .build import build_layout
-from .layout import Form, Layout
+from .fill import Form
+from .layout import Layout
 
 if TYPE_CHECKING:
-    from ..multilevel import MultiLevel
     from ..relations.relation import Relation
+    from ..scores.multilevel import MultiLevel
 
 Key = tuple[object, ...]
 
@@ -95,7 +95,7 @@ def cached_layout(
         found = own.get(key)
     if found is not None:
         return found
-    layout = build_layout(
+    layout = Layout.build(
         relation,
         q_len,
         k_len,

@@ -1,4 +1,4 @@
-"""What pairs cost in tiles and as edges, on each kind of device."""
+"""Costs of pairs in tiles and as edges, by device: every constant that chooses a form."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ class Costs:
     edge: float
     run: float | None  # None: nothing is skipped
     partial: float = 0.0
+    # Ranges and predicates become edges only in rows of at most so many keys on average: a list takes 20
+    # bytes a pair, tiles do not.
+    keys_listed: int = 256
+    # A mask whose pairs are scattered is listed up to this share of related pairs: denser ones are quicker as
+    # tiles. Timed on CPUs, where it is 1 / edge; not timed on GPUs.
+    most_listed: float = 0.37
+
+    def sizes(self, tile: int | None) -> tuple[int, ...]:
+        """Return the tile sizes to try; the first is taken when all are the same work."""
+        return tuple(self.tile) if tile is None else (tile,)
 
 
 # Fitted by hand to timings of windows, grids and random pairs (Zen 4, D = 64), of the kind that
@@ -38,7 +48,7 @@ GPU_COSTS = {
 
 
 def costs_of(device: torch.device) -> Costs:
-    """What pairs cost on a device."""
+    """Return the costs of pairs on a device."""
     if device.type == "cpu":
         return CPU_COSTS
     arch = min(GPU_COSTS)

@@ -1,7 +1,7 @@
-"""The layout of pairs that lie on a GPU, made there.
+"""Layouts of pairs that lie on a GPU, made there.
 
-The same layout as that of ``build``, by PyTorch's sorts and searches: the host learns a dozen numbers, which
-sizes and errors depend on, however many pairs there are.
+Builds the layout that ``host.py`` builds, with PyTorch's sorts and searches. The host reads a dozen numbers,
+which sizes and errors depend on, however many pairs there are.
 """
 
 from __future__ import annotations
@@ -11,18 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..sets.intervals import Ints, count_groups
+from ..sets.pairs import Pairs
+from .choose import DUPLICATES
 from .costs import Costs
-from .intervals import Ints, count_groups
-from .layout import Form, Layout, empty_layout
-
-
-class Pairs(NamedTuple):
-    """Pairs of a relation where its tensors are, in the caller's order."""
-
-    group: Ints  # [batch, heads] -> g, on the host
-    row: Tensor  # [E], g * q_len + query
-    key: Tensor  # [E]
-    number: Tensor | None  # [E], the caller's; None = 0, 1, ...
+from .fill import EdgeLists, Form, Side, fill
+from .header import Header
+from .record import Record
 
 
 class _Sizes(NamedTuple):
@@ -66,14 +61,13 @@ class _Tiles(NamedTuple):
 
 def lay_out(
     pairs: Pairs, q_len: int, k_len: int, *, q_start: int, form: Form, tile: int | None, costs: Costs
-) -> Layout:
+) -> Record:
     """Choose tile size and form by counted work, then list."""
     groups, listed = count_groups(pairs.group), _sort(pairs, k_len)
     if form == "tiles" and bool(listed.is_repeated.any()):
-        raise ValueError("form='tiles': duplicate edges count twice, which only edges can hold")
+        raise ValueError(DUPLICATES)
     tried = []
-    to_try = (tile,) if tile else tuple(costs.tile)
-    for size in to_try[:1] if form == "edges" else to_try:
+    for size in costs.sizes(tile)[: 1 if form == "edges" else None]:
         sizes = _Sizes(groups, q_len, k_len, size)
         tiles = _tile(listed, sizes)
         kept, work = _weigh(listed, sizes, tiles, form, costs)
@@ -95,29 +89,29 @@ def _sort(pairs: Pairs, k_len: int) -> _List:
 
 
 def _places(which: Tensor) -> Tensor:
-    """Where a mask is true: the host waits for their count once, not for each tensor that is indexed."""
+    """Return where a mask is true; the host then waits for the count once, not for each tensor it indexes."""
     return which.nonzero().squeeze(1)
 
 
 def _number(which: Tensor) -> Tensor:
-    """Numbers of those that are true, -1 for the others and, where -1 leads, at the end."""
+    """Return the rank of each True entry, -1 for False; padded so that index -1 is also -1."""
     which = torch.nn.functional.pad(which, (0, 1))
     return torch.where(which, which.cumsum(0) - 1, -1)
 
 
 def _pointer(place: Tensor, size: int) -> Tensor:
-    """Offsets [size + 1] of sorted numbers below ``size``."""
+    """Return the offsets [size + 1] of sorted numbers below ``size``."""
     return torch.searchsorted(place, torch.arange(size + 1, device=place.device))
 
 
 def _tile_rows(listed: _List, sizes: _Sizes) -> Tensor:
-    """The tile row of each pair; sorted, as the rows are."""
+    """Return the tile row of each pair; sorted, as the rows are."""
     q_len = max(sizes.q_len, 1)
     return listed.row // q_len * sizes.q_tiles + listed.row % q_len // sizes.tile
 
 
 def _heights(sizes: _Sizes, device: torch.device) -> Tensor:
-    """Queries in each tile row: fewer at the end."""
+    """Count the queries in each tile row: fewer at the end."""
     first = torch.arange(sizes.q_tiles, device=device) * sizes.tile
     return (sizes.q_len - first).clamp(max=sizes.tile).repeat(sizes.groups)
 
@@ -133,7 +127,7 @@ def _tile(listed: _List, sizes: _Sizes) -> _Tiles:
 
 
 def _weigh(listed: _List, sizes: _Sizes, tiles: _Tiles, form: Form, costs: Costs) -> tuple[Tensor, Tensor]:
-    """Which tile rows [groups * q_tiles] are less work as tiles than as edges, and the work of all."""
+    """Return which tile rows [groups * q_tiles] are less work as tiles than as edges, and the work of all."""
     height, tile_row = _heights(sizes, tiles.row.device), _tile_rows(listed, sizes)
     rows = len(height)
     as_tiles = _pointer(tiles.row, rows).diff() * height * min(sizes.tile, sizes.k_len)
@@ -146,37 +140,26 @@ def _weigh(listed: _List, sizes: _Sizes, tiles: _Tiles, form: Form, costs: Costs
     return kept, torch.where(kept, as_tiles, as_edges).sum()
 
 
-def _assemble(group: Ints, q_start: int, sizes: _Sizes, listed: _List, tiles: _Tiles) -> Layout:
-    """Fill the fields that ``Layout`` describes."""
+def _assemble(group: Ints, q_start: int, sizes: _Sizes, listed: _List, tiles: _Tiles) -> Record:
+    """Make the lists that ``Layout`` describes."""
     groups, q_len, k_len, tile = sizes
     g, query_tile = tiles.row // max(sizes.q_tiles, 1), tiles.row % max(sizes.q_tiles, 1)
     # Covered tiles at a ragged end are partial in one list and full in the other.
     by_query = ~(tiles.is_covered & (tiles.col < k_len // tile))
     by_key = ~(tiles.is_covered & (query_tile < q_len // tile))
     mark, *patterns = _patterns(listed, sizes, tiles, by_query | by_key)
+
     place = _places(tiles.of_pair < 0)
     edges = _List(*(x[place] for x in listed))
-    layout = empty_layout(
-        listed.row.device,
-        q_len=q_len,
-        k_len=k_len,
-        q_start=q_start,
-        batch=group.shape[0],
-        heads=group.shape[1],
-        groups=groups,
-        tile=tile,
-        tiles=len(tiles.row),
-        patterns_count=len(patterns[0]),
-        edges=len(edges.row),
+    count = {"tiles": len(tiles.row), "patterns_count": len(patterns[0]), "edges": len(edges.row)}
+    return fill(
+        Header.of(q_len, k_len, q_start, group, groups, tile, **count),
+        group,
+        _side(groups * sizes.q_tiles, tiles.row, tiles.col, by_query, mark),
+        _side(groups * sizes.k_tiles, g * sizes.k_tiles + tiles.col, query_tile, by_key, mark),
+        (patterns[0], patterns[1]),
+        _turn(edges, sizes) if len(edges.row) else None,
     )
-    layout.group.copy_(torch.from_numpy(group))
-    _fill_side(layout, "q", tiles.row, tiles.col, by_query, mark)
-    _fill_side(layout, "k", g * sizes.k_tiles + tiles.col, query_tile, by_key, mark)
-    layout.patterns.copy_(patterns[0])
-    layout.patterns_t.copy_(patterns[1])
-    if len(edges.row):
-        _fill_edges(layout, edges)
-    return layout
 
 
 def _patterns(listed: _List, sizes: _Sizes, tiles: _Tiles, has_one: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,27 +189,24 @@ def _bits(count: int, tile: int, number: Tensor, row: Tensor, bit: Tensor) -> Te
     return words
 
 
-def _fill_side(layout: Layout, side: str, row: Tensor, col: Tensor, is_partial: Tensor, mark: Tensor) -> None:
-    """The tiles by query or by key: in each row first the full ones, then the partial ones."""
-    bounds, tile, marks, order = (
-        getattr(layout, f"{side}_{name}") for name in ("ptr", "tile", "mark", "order")
-    )
-    rows = len(order)
+def _side(rows: int, row: Tensor, col: Tensor, is_partial: Tensor, mark: Tensor) -> Side:
+    """Return the tiles by query or by key: in each row first the full ones, then the partial ones."""
     kind, place = torch.sort(row * 2 + is_partial, stable=True)
     ptr = _pointer(kind, 2 * rows)
-    bounds.view(-1, 3).copy_(torch.stack((ptr[:-1:2], ptr[1::2], ptr[2::2]), 1))
-    tile[:-1].copy_(col[place])
-    marks[:-1].copy_(torch.where(is_partial, mark[:-1], 0)[place])
-    order.copy_(torch.argsort(-ptr[::2].diff(), stable=True))
+    bounds = torch.stack((ptr[:-1:2], ptr[1::2], ptr[2::2]), 1)
+    marks = torch.where(is_partial, mark[:-1], 0)
+    return Side(bounds, col[place], marks[place], torch.argsort(-ptr[::2].diff(), stable=True))
 
 
-def _fill_edges(layout: Layout, edges: _List) -> None:
-    """The lists by row and by column."""
-    q_len, k_len, groups = layout.q_len, layout.k_len, layout.groups
-    layout.edge_ptr.copy_(_pointer(edges.row, groups * q_len))
-    layout.edge_key.copy_(edges.key)
-    layout.edge_id.copy_(edges.number)
+def _turn(edges: _List, sizes: _Sizes) -> EdgeLists:
+    """Return the lists by row and by column."""
+    groups, q_len, k_len, _ = sizes
     column, place = torch.sort(edges.row // q_len * k_len + edges.key, stable=True)
-    layout.col_ptr.copy_(_pointer(column, groups * k_len))
-    layout.col_query.copy_((edges.row % q_len)[place])
-    layout.col_edge.copy_(place)
+    return EdgeLists(
+        edge_ptr=_pointer(edges.row, groups * q_len),
+        edge_key=edges.key,
+        edge_id=edges.number,
+        col_ptr=_pointer(column, groups * k_len),
+        col_query=(edges.row % q_len)[place],
+        col_edge=place,
+    )

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from .intervals import Ints, pointer
-from .layout import FIELDS, SIZES, Layout, field_offsets, field_shapes
-from .tiles import PatternBook, Words, transpose_words
+from ..sets.intervals import Ints, pointer
+from ..sets.levels import Levels
+from .fill import Side, fill
+from .header import Header
+from .record import Record
+from .tiles import PatternBook, transpose_words
 
-if TYPE_CHECKING:
-    from ..multilevel import Levels
 
-
-def tile_depths(levels: Levels, layout: Layout, query_tile: Ints, key_tile: Ints) -> tuple[Ints, Ints]:
-    """Levels that all pairs of a tile share, and levels that some pair of it shares."""
-    tile = layout.tile
+def tile_depths(levels: Levels, header: Header, query_tile: Ints, key_tile: Ints) -> tuple[Ints, Ints]:
+    """Return how many levels all pairs of each tile share, and how many some pair of it shares."""
+    tile = header.tile
     first_q, first_k = query_tile * tile, key_tile * tile
-    last_q = np.minimum(first_q + tile, layout.q_len) - 1 + layout.q_start
-    last_k = np.minimum(first_k + tile, layout.k_len) - 1
-    first_q = first_q + layout.q_start
+    last_q = np.minimum(first_q + tile, header.q_len) - 1 + header.q_start
+    last_k = np.minimum(first_k + tile, header.k_len) - 1
+    first_q = first_q + header.q_start
     shallow, deep = np.zeros((2, len(query_tile)), np.int64)
     for width in levels.widths:
         if not width:
@@ -34,95 +34,72 @@ def tile_depths(levels: Levels, layout: Layout, query_tile: Ints, key_tile: Ints
     return shallow, deep
 
 
-def add_levels(layout: Layout, levels: Levels) -> Layout:
-    """The same tiles in classes 0 .. L by their depth, which is also their mark, and the partial ones last.
+def add_levels(layout: Record, levels: Levels) -> Record:
+    """Return the same tiles in classes 0 .. L by depth, which is also their mark, and the partial ones last.
 
     A full tile of mixed depth becomes a partial one with all its bits: kernels find the depths of the pairs
     of a partial tile from their positions.
     """
-    sizes = {**layout.sizes, "classes": len(levels.widths) + 2}
-    sides, whole = [], _WholePatterns(layout)
-    for side in "qk":
-        row, col, partial = _entries(layout, side)
-        t = row % max(-(-layout.sizes[f"{side}_len"] // layout.tile), 1)
-        query_tile, key_tile = (t, col) if side == "q" else (col, t)
-        shallow, deep = tile_depths(levels, layout, query_tile, key_tile)
-        mark = shallow.copy()
-        mark[partial] = whole.number[_numpy(layout, f"{side}_mark")[:-1][partial]]
+    header, fields = layout.header, layout.fields
+    book = PatternBook(header.tile)
+    number = book.add(fields.patterns.numpy().view(np.uint32))  # of each old pattern
+
+    classes = len(levels.widths) + 2
+
+    def side(ptr: Tensor, tile: Tensor, mark: Tensor, order: Tensor, by_query: bool) -> Side:
+        row, col, partial = _entries(ptr, tile)
+        query_tile, key_tile = (row % header.q_tiles, col) if by_query else (col, row % header.k_tiles)
+        shallow, deep = tile_depths(levels, header, query_tile, key_tile)
+        marks = shallow.copy()
+        marks[partial] = number[mark[:-1].numpy()[partial]]
         mixed = ~partial & (shallow != deep)
-        mark[mixed] = whole.find(query_tile[mixed], key_tile[mixed])
-        kind = np.where(partial | mixed, len(levels.widths) + 1, shallow)
-        sides.append((side, row, col, kind, mark))
-    words = whole.words()
-    sizes["patterns_count"] = len(words)
-    offsets, length = field_offsets(sizes)
-    buffer = np.zeros(length, np.int32)
-    shapes = field_shapes(sizes)
-    view = {
-        name: buffer[offset : offset + int(np.prod(shapes[name], dtype=np.int64))].reshape(shapes[name])
-        for name, offset in zip(FIELDS, offsets, strict=True)
-    }
-    for name in ("group", "q_order", "k_order"):
-        view[name][:] = _numpy(layout, name)
-    view["patterns"][:] = words.view(np.int32)
-    view["patterns_t"][:] = transpose_words(words).view(np.int32)
-    classes = sizes["classes"]
-    for side, row, col, kind, mark in sides:
-        order = np.lexsort((col, kind, row))
-        view[f"{side}_tile"][:-1], view[f"{side}_mark"][:-1] = col[order], mark[order]
-        bounds = view[f"{side}_ptr"].reshape(-1, classes + 1)
-        counts = np.bincount(row * classes + kind, minlength=len(bounds) * classes)
-        ends = pointer(counts)
-        bounds[:] = ends[np.arange(len(bounds))[:, None] * classes + np.arange(classes + 1)]
-    where = [*(sizes[name] for name in SIZES), *offsets, *levels.widths, *levels.prefixes]
-    return Layout(torch.from_numpy(buffer), torch.tensor(where, dtype=torch.int64, device="cpu"))
+        marks[mixed] = _whole(book, header, query_tile[mixed], key_tile[mixed])
+        kind = np.where(partial | mixed, classes - 1, shallow)
+        place = np.lexsort((col, kind, row))
+        ends = pointer(np.bincount(row * classes + kind, minlength=len(order) * classes))
+        bounds = np.append(ends[:-1].reshape(-1, classes), ends[classes::classes, None], 1)
+        return Side(bounds, col[place], marks[place], order.numpy())
+
+    by_query = side(fields.q_ptr, fields.q_tile, fields.q_mark, fields.q_order, True)
+    by_key = side(fields.k_ptr, fields.k_tile, fields.k_mark, fields.k_order, False)
+    words = book.words()
+    made = replace(
+        header,
+        classes=classes,
+        patterns_count=len(words),
+        tail=levels.widths + levels.prefixes,
+    )
+    patterns = words.view(np.int32), transpose_words(words).view(np.int32)
+    return fill(made, fields.group.numpy(), by_query, by_key, patterns)
 
 
-def _numpy(layout: Layout, name: str) -> NDArray[np.int32]:
-    return layout._view(name).cpu().numpy()
+def _entries(ptr: Tensor, tile: Tensor) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """Return row, column and whether it is partial, for each tile of one side."""
+    bounds = ptr.cpu().numpy().astype(np.int64).reshape(-1, ptr.shape[-1])
+    sizes = bounds[:, -1] - bounds[:, 0]
+    row: Ints = np.repeat(np.arange(len(bounds)), sizes)
+    col = tile[:-1].cpu().numpy().astype(np.int64)
+    return row, col, np.arange(len(col)) >= np.repeat(bounds[:, -2], sizes)
 
 
-def _entries(layout: Layout, side: str) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Row, column and whether it is partial, for each tile of one side."""
-    bounds = _numpy(layout, f"{side}_ptr").astype(np.int64).reshape(-1, layout.classes + 1)
-    row: Ints = np.repeat(np.arange(len(bounds)), bounds[:, -1] - bounds[:, 0])
-    col = _numpy(layout, f"{side}_tile")[:-1].astype(np.int64)
-    partial = np.arange(len(col)) >= np.repeat(bounds[:, -2], bounds[:, -1] - bounds[:, 0])
-    return row, col, partial
+def _whole(book: PatternBook, header: Header, query_tile: Ints, key_tile: Ints) -> Ints:
+    """Return the pattern of each tile, all of its existing pairs being related."""
+    # Four kinds at most: cut short by the last query or not, by the last key or not.
+    kind = (query_tile >= header.q_len // header.tile) * 2 + (key_tile >= header.k_len // header.tile)
+    _, example, which = np.unique(kind, return_index=True, return_inverse=True)
+    words = book.valid_words(header.q_len, header.k_len, query_tile[example], key_tile[example])
+    number: Ints = book.add(words)[which.reshape(-1)]
+    return number
 
 
-class _WholePatterns:
-    """The patterns of a layout, and those of tiles whose existing pairs are all related."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.book = PatternBook(layout.tile)
-        self.number = self.book.add(_numpy(layout, "patterns").view(np.uint32))  # of each old pattern
-
-    def find(self, query_tile: Ints, key_tile: Ints) -> Ints:
-        """The number of each tile's pattern."""
-        layout = self.layout
-        whole_q, whole_k = layout.q_len // layout.tile, layout.k_len // layout.tile
-        # Four kinds at most: cut short by the last query or not, by the last key or not.
-        kind = (query_tile >= whole_q) * 2 + (key_tile >= whole_k)
-        _, example, which = np.unique(kind, return_index=True, return_inverse=True)
-        words = self.book.valid_words(layout.q_len, layout.k_len, query_tile[example], key_tile[example])
-        return self.book.add(words)[which.reshape(-1)]
-
-    def words(self) -> Words:
-        """All patterns."""
-        return self.book.words()
-
-
-def count_macs(layout: Layout, partial: Ints) -> int:
-    """Multiply-adds of the scores of all tiles; the listed ones, partial, count as their deepest pairs."""
-    levels = layout.levels
+def count_macs(layout: Record, partial: Ints) -> int:
+    """Count the multiply-adds of the scores; those of ``partial`` tiles count as their deepest pairs."""
+    header, fields = layout.header, layout.fields
+    levels = header.levels
     if levels is None:
         return 0
-    row, col, _ = _entries(layout, "q")
-    mark = _numpy(layout, "q_mark")[:-1].astype(np.int64)
-    q_tiles = max(-(-layout.q_len // layout.tile), 1)
-    mark[partial] = tile_depths(levels, layout, row[partial] % q_tiles, col[partial])[1]
+    row, col, _ = _entries(fields.q_ptr, fields.q_tile)
+    mark = fields.q_mark[:-1].cpu().numpy().astype(np.int64)
+    mark[partial] = tile_depths(levels, header, row[partial] % max(header.q_tiles, 1), col[partial])[1]
     dims = int(np.array((0, *levels.prefixes))[mark].sum())
-    executed: int = dims * layout.tile**2
-    return executed
+    return dims * header.tile**2

@@ -1,4 +1,4 @@
-"""Layouts of ranges by the builder of ``csrc/layout.h``: what ``build.py`` does with NumPy, in one call."""
+"""Layouts of ranges by the builder of ``csrc/layout/layout.h``: the work of ``host.py`` in one call."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import ctypes
 
 import numpy as np
 
-from ..library import open_library
+from ..native import open_library
+from ..sets.intervals import Intervals, count_groups
+from ..sets.sort import address
 from .costs import Costs
-from .intervals import Intervals, count_groups
-from .layout import Form, Layout, empty_layout
-from .sort import address
+from .fill import Form
+from .header import Header
+from .record import Record
 
 _FORMS = ("auto", "tiles", "edges")  # enum ab_form
 _BAD_ARGUMENT = 3  # what the library answers; any other number but 0 is a lack of memory
@@ -42,41 +44,27 @@ class _Planned(ctypes.Structure):
 
 
 def lay_out_ranges(
-    ranges: Intervals,
-    *,
-    q_start: int,
-    form: Form,
-    sizes: tuple[int, ...],
-    costs: Costs,
-    most_listed: int,
-) -> Layout | None:
-    """Build the layout of a set of ranges; None where the library is missing.
-
-    Args:
-        ranges: the related pairs.
-        q_start: position of the first query among the keys.
-        form: "tiles", "edges", or "auto" for whichever is less work.
-        sizes: one or two tile sizes to choose from.
-        costs: of pairs in tiles and as edges.
-        most_listed: rows of more keys on average stay in tiles when ``form`` is "auto".
+    ranges: Intervals, form: Form, tile: int | None, costs: Costs, q_start: int
+) -> Record | None:
+    """Return the layout of a set of ranges, as ``host.py`` builds it; None where the library is missing.
 
     Raises:
         ValueError: if the ranges break the rules of :class:`Intervals`, or the layout is too large.
     """
     library = open_library()
-    if isinstance(library, str) or not hasattr(library, "ab_plan_layout"):  # built before there was one
+    if isinstance(library, str):
         return None
     ptr, start, stop, group = (
         np.ascontiguousarray(array, np.int64)
         for array in (ranges.ptr, ranges.start, ranges.stop, ranges.group)
     )
-    groups = count_groups(group)
+    groups, sizes = count_groups(group), costs.sizes(tile)
     asked = _Ranges(
         *(address(array) for array in (ptr, start, stop)),
         *(len(start), groups, ranges.q_len, ranges.k_len, _FORMS.index(form), len(sizes)),
         sizes,
         tuple(costs.tile[size] for size in sizes),
-        *(costs.edge, costs.run is not None, costs.run or 0.0, costs.partial, most_listed),
+        *(costs.edge, costs.run is not None, costs.run or 0.0, costs.partial, costs.keys_listed),
     )
     planned = _Planned()
     fits = len(ptr) == groups * ranges.q_len + 1 and len(start) == len(stop)
@@ -84,23 +72,23 @@ def lay_out_ranges(
     _check(status, ranges)
     plan = ctypes.c_void_p(planned.plan)
     try:
-        layout = empty_layout(
-            q_len=ranges.q_len,
-            k_len=ranges.k_len,
-            q_start=q_start,
-            batch=group.shape[0],
-            heads=group.shape[1],
-            groups=groups,
-            tile=planned.tile,
+        header = Header.of(
+            ranges.q_len,
+            ranges.k_len,
+            q_start,
+            group,
+            groups,
+            planned.tile,
             tiles=planned.tiles,
             patterns_count=planned.patterns,
             edges=planned.edges,
         )
-        places = (layout.where.data_ptr(), address(group), layout.buffer.data_ptr())
+        record = Record.empty(header)
+        places = (record.where.data_ptr(), address(group), record.buffer.data_ptr())
         _check(library.ab_fill_layout(plan, *map(ctypes.c_void_p, places)), ranges)
     finally:
         library.ab_drop_plan(plan)
-    return layout
+    return record
 
 
 def _check(status: int, ranges: Intervals) -> None:

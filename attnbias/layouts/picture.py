@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from .layout import Layout
+from .record import Record
 
 _CHARACTERS = ".+#e*"  # empty, partial, full, edges, edges and a tile
 _MOST = 4096  # tiles along a side that are still worth drawing
 
 
-def draw(layout: Layout, path: str | Path | None, group: int) -> str:
+def draw(layout: Record, path: str | Path | None, group: int) -> str:
     """See :meth:`Layout.picture`."""
     if not 0 <= group < layout.groups:
         raise ValueError(f"group: wanted 0..{layout.groups - 1}, got {group}")
@@ -25,8 +23,8 @@ def draw(layout: Layout, path: str | Path | None, group: int) -> str:
     return "\n".join("".join(_CHARACTERS[kind] for kind in row) for row in kinds.tolist())
 
 
-def tile_kinds(layout: Layout, group: int) -> NDArray[np.int64]:
-    """What each tile of a group is, [q_tiles, k_tiles], as an index into ``.+#e*``."""
+def tile_kinds(layout: Record, group: int) -> NDArray[np.int64]:
+    """Return the kind of each tile of a group, [q_tiles, k_tiles], as an index into ``.+#e*``."""
     tile = layout.tile
     shape = (-(-layout.q_len // tile), -(-layout.k_len // tile))
     if max(shape) > _MOST:
@@ -46,7 +44,7 @@ def tile_kinds(layout: Layout, group: int) -> NDArray[np.int64]:
     return kinds
 
 
-def _save_image(layout: Layout, kinds: NDArray[np.int64], path: Path) -> None:
+def _save_image(layout: Record, kinds: NDArray[np.int64], path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.colors import ListedColormap

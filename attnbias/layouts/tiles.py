@@ -8,8 +8,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from .edges import Edges
-from .intervals import Intervals, Ints, count_groups
+from ..sets.edges import Edges
+from ..sets.intervals import Intervals, Ints, count_groups
 
 Words = NDArray[np.uint32]  # [n, tile, tile / 32]: bit j of word w of row r is key 32 w + j
 
@@ -188,7 +188,7 @@ def mark_intervals(form: Intervals, tiling: Tiling) -> Tiling:
 
 
 def _mark(form: Intervals, tiling: Tiling, row: Ints, col: Ints) -> Ints:
-    """Patterns are told apart by their clipped ranges, so that only the distinct ones become bits."""
+    """Number patterns by their clipped ranges, so that only distinct ones become bits."""
     tile = tiling.tile
     cell, low, high = clipped_ranges(form, tile, row, col)
     begin = np.searchsorted(cell, np.arange(len(row)) * tile)
@@ -202,7 +202,7 @@ def _mark(form: Intervals, tiling: Tiling, row: Ints, col: Ints) -> Ints:
 
 
 def _mark_single(form: Intervals, tiling: Tiling, row: Ints, col: Ints) -> Ints:
-    """The same for at most one range per row, with a cell for every row of a tile."""
+    """Do the same for at most one range per row, with a cell for every row of a tile."""
     tile = tiling.tile
     assert form.single is not None
     q_tiles = max(-(-form.q_len // tile), 1)

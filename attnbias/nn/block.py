@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each added to what it read: ``x + f(norm(x))``.
+    """Attention, then a two-layer network, each with a residual: ``x + f(norm(x))``.
 
     Args:
         attention: a layer that maps tokens to tokens, such as ``MaskedAttention(d_model, heads)``.
-        d_model: features of a token.
+        d_model: features per token.
         hidden: width of the network, ``4 * d_model`` if None.
-        dropout: share of what is added that is dropped in training.
+        dropout: fraction of each residual branch to drop in training.
 
     Example:
         >>> import torch
@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, *given: Any, **options: Any) -> Tensor:
-        """Map tokens [n, d_model] or [B, n, d_model]; what else is given goes to the attention."""
+        """Map tokens [n, d_model] or [B, n, d_model]; further arguments go to the attention."""
         x = x + self.dropout(self.attention(self.attention_norm(x), *given, **options))
         x = x + self.dropout(self.network(self.network_norm(x)))
         return x

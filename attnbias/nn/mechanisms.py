@@ -1,59 +1,44 @@
 """The attention mechanisms of "Relational inductive biases on attention mechanisms", by their names there.
 
-Each is ``RelationalAttention`` with a relation. With one head they compute what the paper's appendix does,
-but for three differences: ``StridedAttention`` counts the previous tokens as Definition 8 does (the
-appendix's ``stride=s`` is ``p = s - 1``), a token without neighbours gets zeros, not the mean of all tokens,
-and a score outside the relation is -inf, not -1e9.
+Each is ``RelationalAttention`` with a fixed relation, and takes its other arguments. With one head it
+computes what the paper's appendix does, with three differences: ``StridedAttention`` counts previous tokens
+as Definition 8 does (the appendix's ``stride=s`` is ``p = s - 1``); a token without neighbours gets zeros,
+not the mean of all tokens; a score outside the relation is -inf, not -1e9.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 from torch import Tensor
 
-from ..arguments import as_flag
 from ..layouts.layout import Layout
 from ..relations import Causal, Full, Relation, Window
-from ..terms import Term
+from ..scores.terms import Term
 from .relational import RelationalAttention
 
 
 class SelfAttention(RelationalAttention):
-    """Every token attends to every token: the complete graph (BERT).
-
-    Args:
-        d_model: features of a token.
-        heads: attentions side by side.
-        **options: those of :class:`RelationalAttention`.
-    """
+    """Every token attends to every token: the complete graph (BERT). Arguments as in the base class."""
 
     def __init__(self, d_model: int, heads: int = 1, **options: Any) -> None:
         super().__init__(d_model, heads, Full(), **options)
 
 
 class MaskedAttention(RelationalAttention):
-    """A token attends to itself and all before it: a total order (GPT).
-
-    Args:
-        d_model: features of a token.
-        heads: attentions side by side.
-        **options: those of :class:`RelationalAttention`.
-    """
+    """Each token attends to itself and all before it: a total order (GPT). Arguments as in the base class."""
 
     def __init__(self, d_model: int, heads: int = 1, **options: Any) -> None:
         super().__init__(d_model, heads, Causal(), **options)
 
 
 class StridedAttention(RelationalAttention):
-    """A token attends to itself and the ``p`` before it (Definition 8).
+    """Each token attends to itself and to the ``p`` tokens before it (Definition 8).
 
     Args:
-        d_model: features of a token.
-        p: previous tokens, so that a token has ``p + 1`` keys; the appendix's ``stride=s`` is ``p = s - 1``.
-        heads: attentions side by side.
-        **options: those of :class:`RelationalAttention`.
+        p: previous tokens; a token has ``p + 1`` keys. The appendix's ``stride=s`` is ``p = s - 1``.
+            Other arguments are as in the base class.
 
     Example:
         >>> StridedAttention(8, p=2).relation
@@ -65,13 +50,10 @@ class StridedAttention(RelationalAttention):
 
 
 class SparseAttention(RelationalAttention):
-    """A token attends to those that a relation names (Unlimiformer: its nearest keys).
+    """Each token attends to the tokens that a relation names (Unlimiformer: its nearest keys).
 
     Args:
-        d_model: features of a token.
-        relation: which token attends to which.
-        heads: attentions side by side.
-        **options: those of :class:`RelationalAttention`.
+        relation: which token attends to which. Other arguments are as in the base class.
     """
 
     def __init__(self, d_model: int, relation: Relation, heads: int = 1, **options: Any) -> None:
@@ -79,21 +61,16 @@ class SparseAttention(RelationalAttention):
 
 
 class EncoderDecoderAttention(RelationalAttention):
-    """Tokens of a decoder attend to all of an encoder: a complete bipartite graph (T5).
+    """Each decoder token attends to all encoder tokens: a complete bipartite graph (T5).
 
-    Call it as ``layer(decoder, encoder)``.
-
-    Args:
-        d_model: features of a token.
-        heads: attentions side by side.
-        **options: those of :class:`RelationalAttention`.
+    Call it as ``layer(decoder, encoder)``. Arguments are as in the base class.
     """
 
     def __init__(self, d_model: int, heads: int = 1, **options: Any) -> None:
         super().__init__(d_model, heads, Full(), **options)
 
     def forward(self, x: Tensor, memory: Tensor | None = None, **options: Any) -> Any:
-        """See :class:`RelationalAttention`; ``memory`` is the encoder's.
+        """Attend from decoder tokens ``x`` to encoder tokens ``memory``; see :class:`RelationalAttention`.
 
         Raises:
             TypeError: without ``memory``.
@@ -104,14 +81,10 @@ class EncoderDecoderAttention(RelationalAttention):
 
 
 class GraphAttention(RelationalAttention):
-    """A node attends to its neighbours in a graph that comes with each call; scores are dot products.
+    """Each node attends to its neighbours in a graph that is passed to each call; scores are dot products.
 
-    (For the additive scores of Velickovic et al. give ``attention`` its ``score``.) Self-loops are not added.
-
-    Args:
-        d_model: features of a node.
-        heads: attentions side by side.
-        **options: those of :class:`RelationalAttention`.
+    For the additive scores of Velickovic et al. use ``attention`` with ``score=AdditiveScore(...)``.
+    Self-loops are not added. Arguments are as in the base class.
 
     Example:
         >>> import torch
@@ -124,25 +97,7 @@ class GraphAttention(RelationalAttention):
     def __init__(self, d_model: int, heads: int = 1, **options: Any) -> None:
         super().__init__(d_model, heads, **options)
 
-    @overload  # type: ignore[override]  # the second argument is the graph: there is no memory
-    def forward(
-        self,
-        x: Tensor,
-        relation: Relation | Layout | None = ...,
-        *,
-        terms: Sequence[Term] = ...,
-        return_weights: Literal[False] = ...,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        relation: Relation | Layout | None = ...,
-        *,
-        terms: Sequence[Term] = ...,
-        return_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...
-    def forward(
+    def forward(  # type: ignore[override]  # the second argument is the graph, not memory
         self,
         x: Tensor,
         relation: Relation | Layout | None = None,
@@ -154,16 +109,14 @@ class GraphAttention(RelationalAttention):
 
         Args:
             x: nodes, [n, d_model] or [B, n, d_model].
-            relation: a Graph; a 0/1 adjacency matrix (row = query) is ``Dense(matrix != 0)``. None is the
-                one that the layer was made with.
+            relation: a Graph; for a 0/1 adjacency matrix (row = query) pass ``Dense(matrix != 0)``. None uses
+                the relation that the layer was made with.
             terms: score terms, such as an ``EdgeBias``.
-            return_weights: return the weights too; dense, so for small graphs (else ``edge_weights``).
+            return_weights: also return the weights, as a dense matrix; for large graphs use ``edge_weights``.
 
         Raises:
             TypeError: if there is no graph.
         """
         if relation is None and self.relation is None:
             raise TypeError("relation: wanted a graph, got None; Full() relates all nodes")
-        if as_flag("return_weights", return_weights):
-            return super().forward(x, relation=relation, terms=terms, return_weights=True)
-        return super().forward(x, relation=relation, terms=terms)
+        return super().forward(x, relation=relation, terms=terms, return_weights=return_weights)

@@ -1,9 +1,10 @@
-"""``torch.nn.MultiheadAttention`` with a relation, in place of its mask or beside it."""
+"""``torch.nn.MultiheadAttention`` with a relation, instead of its mask or combined with it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from operator import and_
 from typing import Any, Literal, cast
 
 import torch
@@ -11,28 +12,29 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..arguments import as_flag, check_dense
-from ..ops import attention
+from ..attention import attention
+from ..op.weights import attention_weights
 from ..relations import Causal, Dense, Padding, Relation
-from ..terms import KeyBias, PairBias, Term
-from ..weights import attention_weights
+from ..scores.terms import KeyBias, PairBias, Term
 from .relational import check_relation, join_heads, split_heads
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """The parameters and results of ``torch.nn.MultiheadAttention``, over a relation.
+    """A drop-in for ``torch.nn.MultiheadAttention`` that takes a relation.
 
-    Its state dict loads there and theirs here, and it can stand in torch's ``TransformerEncoderLayer`` and
-    ``TransformerDecoderLayer``, whose fast path, which knows no relation, is not taken then. What differs:
-    weights come only when asked for, and a query without a key gives the output projection's bias, not NaN.
+    State dicts load both ways. It works inside torch's ``TransformerEncoderLayer`` and
+    ``TransformerDecoderLayer``, and turns off their fast path, which knows no relation. Two things differ:
+    weights are returned only on request, and a query without a key gives the bias of the output projection,
+    not NaN.
 
     Args:
-        embed_dim: features of a token.
-        num_heads: heads, which divide it.
-        relation: which token attends to which, unless a call says otherwise; None relates all.
+        embed_dim: features per token.
+        num_heads: number of heads; divides ``embed_dim``.
+        relation: which token attends to which; a call may override it. None relates all.
         **options: ``dropout, bias, kdim, vdim, batch_first, device, dtype`` of torch's layer.
 
     Raises:
-        ValueError: for ``add_bias_kv`` and ``add_zero_attn``, which are not offered.
+        ValueError: for ``add_bias_kv`` and ``add_zero_attn``, which are not supported.
 
     Example:
         >>> import torch
@@ -51,14 +53,14 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         for name in ("add_bias_kv", "add_zero_attn"):
             if options.get(name):
-                raise ValueError(f"{name}: not offered here, wanted False, got {options[name]!r}")
+                raise ValueError(f"{name}: wanted False, the only choice here, got {options[name]!r}")
         super().__init__(embed_dim, num_heads, **options)
         self.relation = relation if relation is None else check_relation(relation, num_heads)
 
     def _reset_parameters(self) -> None:
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
-        # Read by torch's encoder layers alone: else they compute with the weights, without this layer.
+        # Only torch's encoder layers read it; when True they compute with the weights and skip this layer.
         self._qkv_same_embed_dim = False
 
     def forward(
@@ -75,40 +77,41 @@ class MultiheadAttention(nn.MultiheadAttention):
         relation: Relation | None = None,
         q_start: int | Literal["end"] = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as torch's layer does.
+        """Attend with the arguments of torch's layer.
 
         Args:
             query: [Q, embed_dim], [Q, B, embed_dim], or with ``batch_first`` [B, Q, embed_dim].
-            key: [K, kdim] or with a batch.
-            value: [K, vdim] or with a batch.
-            key_padding_mask: booleans [B, K] (or [K]), True at keys to leave out, as torch has it; or numbers
-                to add to the scores of a key.
-            need_weights: return weights, too.
-            attn_mask: booleans [Q, K] or [B * H, Q, K], True at pairs to leave out, as torch has it; or
-                numbers to add to the scores. A relation must hold besides.
-            average_attn_weights: the mean over heads instead of each head's weights.
-            is_causal: says that ``attn_mask`` is causal: ``Causal()`` is computed in its place.
-            relation: in place of the layer's own.
+            key: [K, kdim], with a batch like ``query``.
+            value: [K, vdim], with a batch like ``query``.
+            key_padding_mask: booleans [B, K] or [K], True at keys to leave out, as in torch; or numbers to
+                add to the scores of each key.
+            need_weights: also return the weights.
+            attn_mask: booleans [Q, K] or [B * H, Q, K], True at pairs to leave out, as in torch; or numbers
+                to add to the scores. It combines with the relation: both must allow a pair.
+            average_attn_weights: average the returned weights over the heads.
+            is_causal: ``attn_mask`` is causal: use ``Causal()`` instead of it.
+            relation: replaces the layer's own.
             q_start: position of the first query among the keys.
 
         Returns:
-            out like ``query``, and the weights [B, Q, K] or [B, H, Q, K], or None.
+            The output, shaped like ``query``, and the weights [B, Q, K] or [B, H, Q, K], or None.
 
         Raises:
-            TypeError: if a tensor is sparse or nested, or a mask has neither booleans nor numbers.
+            TypeError: if a tensor is sparse or nested, or a mask is neither boolean nor floating-point.
             ValueError: if a mask's shape does not fit.
         """
         for name, x in (("query", query), ("key", key), ("value", value)):
             if isinstance(x, Tensor) and x.is_nested:
                 raise TypeError(
                     f"{name}: wanted a dense tensor, got a nested one; "
-                    "torch's TransformerEncoder makes none with enable_nested_tensor=False"
+                    "make torch's TransformerEncoder with enable_nested_tensor=False"
                 )
             check_dense(name, x)
         has_batch = query.dim() == 3
         if has_batch and not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        limits = [self.relation if relation is None else relation]
+        own = self.relation if relation is None else relation
+        limits = [] if own is None else [own]
         terms: list[Term] = []
         if is_causal:
             limits.append(Causal())
@@ -125,7 +128,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 limits.append(Padding.from_mask(~mask))
             else:
                 terms.append(KeyBias(mask))
-        used = reduce(lambda a, b: b if a is None else a if b is None else a & b, limits)
+        used = reduce(and_, limits) if limits else None
         q, k, v = (split_heads(x, self.num_heads) for x in self._project(query, key, value))
         dropout_p = self.dropout if self.training else 0.0
         out = attention(q, k, v, used, terms=terms, dropout_p=dropout_p, q_start=q_start)
@@ -139,9 +142,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         return out, weights.mean(-3) if averaged else weights
 
     def _add_mask(
-        self, mask: Tensor, query: Tensor, key: Tensor, limits: list[Relation | None], terms: list[Term]
+        self, mask: Tensor, query: Tensor, key: Tensor, limits: list[Relation], terms: list[Term]
     ) -> None:
-        """Add a mask, for queries [B, Q, embed_dim] or without B, to what limits pairs or to the terms."""
+        """Append a mask to the limits (booleans) or to the terms (numbers)."""
         pairs = (query.shape[-2], key.shape[-2])
         batch = query.shape[0] if query.dim() == 3 else 1
         mask = _check_mask("attn_mask", mask, [pairs, (batch * self.num_heads, *pairs)])
@@ -152,7 +155,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             terms.append(PairBias(mask))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of all heads, side by side."""
+        """Project to the queries, keys and values of all heads, [..., embed_dim]."""
         packed, bias = cast("Tensor | None", self.in_proj_weight), cast("Tensor | None", self.in_proj_bias)
         weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if packed is not None:
@@ -163,7 +166,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _check_mask(name: str, mask: Any, shapes: list[tuple[int, ...]]) -> Tensor:
-    """Return a mask of booleans or numbers, of one of the shapes, or raise."""
+    """Return a boolean or floating-point mask of one of the shapes, or raise."""
     if isinstance(mask, Relation):
         raise TypeError(f"{name}: wanted a tensor, got {mask!r}; pass it as relation=")
     check_dense(name, mask)

@@ -1,47 +1,47 @@
-"""The one layer behind every mechanism: attention over a relation, with its projections."""
+"""The layer that every mechanism is made of: attention over a relation, with its projections."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..arguments import as_flag
+from ..attention import attention
 from ..layouts.layout import Layout
-from ..ops import attention
+from ..op.weights import attention_weights
 from ..relations import Relation
 from ..relations.relation import resolve_start
-from ..terms import Term
-from ..weights import attention_weights
+from ..scores.terms import Term
 from .rotary import Rotary
 
 
 class RelationalAttention(nn.Module):
-    """Attention among tokens that a relation relates; which relation it is makes the mechanism.
+    """Attention over a relation; the choice of relation makes the mechanism.
 
-    Each token gets the mean of its neighbours' values, weighted by a softmax over the neighbours of
-    ``query @ key / sqrt(head_size)``; a token without a neighbour gets zeros.
+    Each token gets the mean of its neighbours' values, weighted by the softmax of
+    ``query @ key / sqrt(head_size)`` over the neighbours. A token without neighbours gets zeros.
 
     Args:
-        d_model: features of a token.
-        heads: attentions side by side.
-        relation: which token attends to which; None relates all. It can be given to each call instead.
-        head_size: features of a head, ``d_model / heads`` if None.
-        key_heads: heads of keys and values, which divide ``heads``; as many as ``heads`` if None.
-        bias: whether projections have one.
-        project: whether a linear layer follows the heads; if None, where there are several. (One head
+        d_model: features per token.
+        heads: number of heads.
+        relation: which token attends to which; None relates all. A call may override it.
+        head_size: features per head, ``d_model / heads`` if None.
+        key_heads: heads of keys and values; divides ``heads``, and equals it if None.
+        bias: give the projections a bias.
+        project: end with a linear layer over the heads; None means yes if there are several heads. (One head
             without it is the layer of the paper's appendix.)
-        dropout: share of the weights dropped in training.
+        dropout: fraction of the weights to drop in training.
         softcap: bound on the scores, as in ``attention``.
-        rotary: turns queries and keys by their position; None leaves them.
-        device: of the parameters.
-        dtype: of the parameters.
+        rotary: rotates queries and keys by their position; None does not.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
-        ValueError: if the sizes do not divide, or a relation is for another number of heads.
-        TypeError: if ``relation`` is no relation.
+        ValueError: if the sizes do not divide, or the relation is for another number of heads.
+        TypeError: if ``relation`` is not a relation.
 
     Example:
         >>> import torch
@@ -84,36 +84,14 @@ class RelationalAttention(nn.Module):
         self.d_model, self.heads, self.key_heads, self.head_size = d_model, heads, key_heads, head_size
         self.relation = relation if relation is None else check_relation(relation, heads)
         self.dropout, self.softcap, self.rotary = dropout, softcap, rotary
-        own: dict[str, object] = {"bias": as_flag("bias", bias), "device": device, "dtype": dtype}
-        self.query = nn.Linear(d_model, heads * head_size, **own)  # type: ignore[arg-type]
-        self.key = nn.Linear(d_model, key_heads * head_size, **own)  # type: ignore[arg-type]
-        self.value = nn.Linear(d_model, key_heads * head_size, **own)  # type: ignore[arg-type]
+        own: dict[str, Any] = {"bias": as_flag("bias", bias), "device": device, "dtype": dtype}
+        self.query = nn.Linear(d_model, heads * head_size, **own)
+        self.key = nn.Linear(d_model, key_heads * head_size, **own)
+        self.value = nn.Linear(d_model, key_heads * head_size, **own)
         width = heads * head_size
         has_out = heads > 1 if project is None else as_flag("project", project)
-        self.out = nn.Linear(width, d_model, **own) if has_out else nn.Identity()  # type: ignore[arg-type]
+        self.out = nn.Linear(width, d_model, **own) if has_out else nn.Identity()
 
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = ...,
-        *,
-        relation: Relation | Layout | None = ...,
-        terms: Sequence[Term] = ...,
-        q_start: int | Literal["end"] = ...,
-        return_weights: Literal[False] = ...,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = ...,
-        *,
-        relation: Relation | Layout | None = ...,
-        terms: Sequence[Term] = ...,
-        q_start: int | Literal["end"] = ...,
-        return_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...
     def forward(
         self,
         x: Tensor,
@@ -127,20 +105,20 @@ class RelationalAttention(nn.Module):
         """Attend from each token of ``x``.
 
         Args:
-            x: tokens that ask, [n, d_model] or [B, n, d_model].
-            memory: tokens that are asked, of as many dimensions; ``x`` itself if None.
-            relation: in place of the layer's own; a Layout shared by layers as well.
+            x: tokens that attend, [n, d_model] or [B, n, d_model].
+            memory: tokens that are attended to, with as many dimensions; ``x`` itself if None.
+            relation: replaces the layer's own; a Layout works too.
             terms: score terms, as in ``attention``.
             q_start: position of the first token of ``x`` in ``memory``.
-            return_weights: return the weights too, before dropout; dense, so for short sequences.
+            return_weights: also return the weights before dropout, as a dense tensor; for short sequences.
 
         Returns:
-            Tokens of the shape of ``x``; with ``return_weights`` a pair of them and the weights
-            [B, heads, n, m], less the dimensions that x has not and the heads of a single one.
+            Tokens shaped like ``x``. With ``return_weights``, also the weights [B, heads, n, m], without B if
+            x has none, and without the heads if ``heads == 1``.
 
         Raises:
             ValueError: if a shape does not fit.
-            TypeError: if ``x`` or ``memory`` is no tensor.
+            TypeError: if ``x`` or ``memory`` is not a tensor.
         """
         memory = x if memory is None else memory
         for name, tokens in (("x", x), ("memory", memory)):
@@ -148,7 +126,7 @@ class RelationalAttention(nn.Module):
                 raise TypeError(f"{name}: wanted a tensor, got {type(tokens).__name__}")
             if tokens.dim() != x.dim() or tokens.dim() not in (2, 3) or tokens.shape[-1] != self.d_model:
                 raise ValueError(
-                    f"{name}: wanted [n, {self.d_model}] or [B, n, {self.d_model}] like the other, "
+                    f"{name}: wanted [n, {self.d_model}] or [B, n, {self.d_model}], x and memory alike, "
                     f"got {list(tokens.shape)}"
                 )
         used = self.relation if relation is None else relation
@@ -183,15 +161,15 @@ def check_relation(relation: Relation, heads: int) -> Relation:
         raise TypeError(f"relation: wanted a relation or None, got {type(relation).__name__} {relation!r}")
     if relation.head_count not in (None, 1, heads):
         name = type(relation).__name__
-        raise ValueError(f"relation: this {name} has heads {relation.head_count}, the layer has {heads}")
+        raise ValueError(f"relation: wanted one for {heads} heads, got a {name} for {relation.head_count}")
     return relation
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """[..., n, heads * D] as [..., heads, n, D], copying nothing."""
+    """View [..., n, heads * D] as [..., heads, n, D]."""
     return torch.unflatten(x, -1, (heads, -1)).transpose(-3, -2)
 
 
 def join_heads(x: Tensor) -> Tensor:
-    """[..., heads, n, D] as [..., n, heads * D]; ``attention`` returns what makes this a view."""
+    """Turn [..., heads, n, D] into [..., n, heads * D]; for the result of ``attention`` this is a view."""
     return x.transpose(-3, -2).flatten(-2)

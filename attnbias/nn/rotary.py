@@ -7,15 +7,15 @@ from torch import Tensor, nn
 
 
 class Rotary(nn.Module):
-    """Turn pairs of features by an angle that grows with the position, so that scores see distances alone.
+    """Rotate pairs of features by an angle that grows with the position: scores then see only distances.
 
-    Feature ``i`` is paired with ``i + head_size / 2`` (the halves of Llama and GPT-NeoX) and turned by
-    ``position * base ** (-2 i / head_size)``. Distances are all that is left in ``q @ k``, so a relation of
-    positions and its layer are equivariant to the same translations.
+    Feature ``i`` is paired with ``i + head_size / 2`` (the halves of Llama and GPT-NeoX) and rotated by
+    ``position * base ** (-2 i / head_size)``. ``q @ k`` then depends only on the distance, so a layer is
+    equivariant to the same translations as its relation.
 
     Args:
         head_size: D, even.
-        base: the larger, the slower the slowest pair turns.
+        base: the larger, the slower the slowest pair rotates.
 
     Raises:
         ValueError: if ``head_size`` is odd or not positive.
@@ -38,7 +38,7 @@ class Rotary(nn.Module):
         self.base = base
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """Turn x [..., n, D], whose first row stands at position ``start``.
+        """Rotate x [..., n, D], whose first row is at position ``start``.
 
         Raises:
             ValueError: if D is not the ``head_size``.
@@ -46,7 +46,7 @@ class Rotary(nn.Module):
         if x.shape[-1] != self.head_size:
             raise ValueError(f"x: wanted [..., n, {self.head_size}], got {list(x.shape)}")
         half = self.head_size // 2
-        # Angles of late positions need more digits than half precision has.
+        # Half precision has too few digits for the angles of late positions.
         precision = torch.float64 if x.dtype == torch.float64 else torch.float32
         power = torch.arange(half, device=x.device, dtype=precision) / half
         position = torch.arange(start, start + x.shape[-2], device=x.device, dtype=precision)

@@ -1,8 +1,8 @@
 """Attention with structured scores: more score dimensions for near tokens, or scores of full rank.
 
-Initialisation, scales and learning rates are those of "Customizing the inductive biases of softmax attention
-using structured matrices" (Kuang et al., 2025). An output projection starts at zero, so that a fresh layer
-adds nothing to its residual.
+Initialisation, scales and learning rates follow "Customizing the inductive biases of softmax attention using
+structured matrices" (Kuang et al., 2025). The output projection starts at zero, so a new layer adds nothing
+to its residual.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..multilevel import MultiLevel, Normalize
-from ..ops import attention
-from ..relations import Causal
-from ..relations.relation import Relation
+from ..attention import attention
+from ..relations import Causal, Relation
+from ..scores.multilevel import MultiLevel, Normalize
+from ..structured import BTT
+from .relational import join_heads, split_heads
 
-BASE_WIDTH = 768  # at which learning rates are not multiplied
-WRITTEN_OUT = 256  # widths up to which a CPU is faster with a block tensor train's matrix than with its cores
+BASE_WIDTH = 768  # the fan-in whose learning rate is the base rate
+WRITTEN_OUT = 256  # up to this width a CPU multiplies by a train's dense matrix faster than by its factors
 
 
 class _Structured(nn.Module):
-    """What the layers share: values, the output projection, and learning rates."""
+    """The part that the layers share: values, the output projection and learning rates."""
 
     def __init__(
         self,
@@ -56,37 +57,36 @@ class _Structured(nn.Module):
         return nn.Parameter(torch.randn(*shape, **self.made) * fan_in**-0.5)
 
     def _finish(self, x: Tensor, query: Tensor, key: Tensor, **options: Any) -> Tensor:
-        """Attend with queries and keys [B, H, T, .]; x [B, T, d_model] gives the values."""
-        value = self.value(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        out = attention(query, key, value, self.relation, **options)
-        projected: Tensor = self.output(out.transpose(1, 2).flatten(2))
+        """Attend with queries and keys [B, H, T, .] to the values of x [B, T, d_model], and project."""
+        value = split_heads(self.value(x), self.heads)
+        projected: Tensor = self.output(join_heads(attention(query, key, value, self.relation, **options)))
         return projected
 
     def fan_ins(self) -> dict[Tensor, int]:
-        """The number of inputs of each matrix that learns at a rate of its own."""
+        """Return the fan-in of each matrix, which sets its learning rate."""
         linear = [layer for layer in self.children() if isinstance(layer, nn.Linear)]
         return {layer.weight: layer.in_features for layer in linear}
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
-        """The layer's parameters by learning rate, for an optimiser: ``lr`` times 768 / fan_in."""
+        """Group the layer's parameters by learning rate, for an optimiser; see :func:`parameter_groups`."""
         return parameter_groups(self, lr)
 
 
 class MLRAttention(_Structured):
-    """Attention whose near pairs are scored in more dimensions than its far ones (see ``MultiLevel``).
+    """Attention that scores near pairs in more dimensions than far ones (see ``MultiLevel``).
 
     Queries and keys are normalised over the whole head before its dimensions are split into levels.
 
     Args:
-        d_model: features of a token.
-        heads: attentions side by side.
-        ranks: dimensions of each level; their sum is ``d_model / heads``.
+        d_model: features per token.
+        heads: number of heads.
+        ranks: dimensions per level; they sum to ``d_model / heads``.
         relation: which token attends to which.
-        widths: positions of a block of each level; halving from the sequence's length if None.
+        widths: positions per block, for each level; None halves from the sequence's length.
         normalize: as in ``MultiLevel``.
-        scale: factor of the score. One level with a factor of 8 is the paper's plain attention.
-        device: of the parameters.
-        dtype: of the parameters.
+        scale: factor of the score. One level with scale 8 is the plain attention of Kuang et al.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         ValueError: if the sizes do not fit.
@@ -131,18 +131,18 @@ class MLRAttention(_Structured):
 class BilinearMLRAttention(_Structured):
     """Attention by a form ``x^T M x'`` whose M is multi-level low-rank in the features.
 
-    Level l sees the features in ``2**l`` slices, with ``ranks[l]`` dimensions of score for each slice, and is
-    normalised on its own. So the form has rank ``sum of ranks[l] * 2**l`` for as many parameters as the
-    usual one of rank ``d_model / heads``.
+    Level l cuts the features into ``2**l`` slices, has ``ranks[l]`` score dimensions per slice, and is
+    normalised on its own. The form has rank ``sum of ranks[l] * 2**l`` for as many parameters as the usual
+    one of rank ``d_model / heads``.
 
     Args:
-        d_model: features of a token; ``2**(levels - 1)`` divides it.
-        heads: attentions side by side.
-        ranks: dimensions of each level and slice; their sum is ``d_model / heads``.
+        d_model: features per token; ``2**(levels - 1)`` divides it.
+        heads: number of heads.
+        ranks: dimensions per slice, for each level; they sum to ``d_model / heads``.
         relation: which token attends to which.
-        scaling: "sp" divides a level's products by the root of their number, "mup" by the number over 8.
-        device: of the parameters.
-        dtype: of the parameters.
+        scaling: "sp" divides a level's score by the root of its dimensions, "mup" by its dimensions over 8.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         ValueError: if the sizes do not fit.
@@ -177,7 +177,7 @@ class BilinearMLRAttention(_Structured):
             )
         sizes = [rank * count for rank, count in zip(self.ranks, slices, strict=True)]
         self.score_size = sum(sizes)
-        self.factors = [_factor(size, scaling) for size in sizes]
+        self.factors = [size**-0.5 if scaling == "sp" else 8 / size for size in sizes]
         self.query, self.key = (
             nn.ParameterList(
                 self._core(d_model // count, count, d_model // count, heads * rank)
@@ -198,7 +198,7 @@ class BilinearMLRAttention(_Structured):
         return self._finish(x, *both, scale=1.0)
 
     def _project(self, x: Tensor, cores: nn.ParameterList, norms: nn.ModuleList) -> list[Tensor]:
-        """Each level's scores [B, T, H, rank * slices], the rank before the slice."""
+        """Project to each level's score dimensions, [B, T, H, rank * slices], the rank before the slice."""
         parts = []
         for core, norm in zip(cores, norms, strict=True):
             sliced = x.unflatten(-1, core.shape[:2])  # [B, T, slices, features]
@@ -207,24 +207,25 @@ class BilinearMLRAttention(_Structured):
         return parts
 
     def fan_ins(self) -> dict[Tensor, int]:
-        """The number of inputs of each matrix that learns at a rate of its own."""
+        """Return the fan-in of each matrix, which sets its learning rate."""
         cores = [*self.query, *self.key]
         return super().fan_ins() | {core: core.shape[1] for core in cores}
 
 
 class BilinearBTTAttention(_Structured):
-    """Attention by a form ``x^T M x'`` whose M is a block tensor train: full rank for ~ 2 d_model**1.5.
+    """Attention by a form ``x^T M x'`` whose M is a block tensor train (see ``attnbias.structured.BTT``).
 
-    The query is the token itself, the same for all heads; the key is ``M x'``, normalised.
+    M has full rank for ~ 2 d_model**1.5 numbers. The query is the token itself, shared by all heads; the key
+    is ``M x'``, normalised.
 
     Args:
-        d_model: features of a token, and dimensions of the score.
-        heads: attentions side by side.
+        d_model: features per token, and dimensions of the score.
+        heads: number of heads.
         relation: which token attends to which.
         rank: s of the block tensor train.
-        scaling: "sp" divides the products by the root of their number, "mup" by their number.
-        device: of the parameters.
-        dtype: of the parameters.
+        scaling: "sp" divides the score by the root of ``d_model``, "mup" by ``d_model``.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         ValueError: if the sizes do not fit.
@@ -260,39 +261,42 @@ class BilinearBTTAttention(_Structured):
         self.key_norm = self._norm(d_model)
 
     def keys(self, x: Tensor) -> Tensor:
-        """M x for each head before its norm, [B, T, H, d_model]."""
+        """Return ``M x`` per head before its norm, [B, T, H, d_model]."""
         few, many, rank = self.shape
-        right = cap_rms(self.right, many, self.heads * many * rank).unflatten(2, (self.heads, many, rank))
-        left = cap_rms(self.left, few * rank, few).view(self.heads, many, few, few, rank)
+        right = cap_rms(self.right, many, self.heads * many * rank)
+        left = cap_rms(self.left, few * rank, few)
+        # The trains of all heads are one train with rows (i, head, j); a head's rows are (i, j).
+        train = BTT(left.unflatten(2, (few, rank)), right.unflatten(2, (-1, rank)))
         if x.is_cpu and self.d_model <= min(WRITTEN_OUT, x.shape[:-1].numel()):
             # More multiply-adds, but in one large product: 6 times as fast at a width of 32, 2 at 128.
-            matrix = torch.einsum("hjigs,gdhjs->gdhij", left, right)
+            matrix = train.entries().unflatten(1, (self.heads, many)).permute(3, 4, 1, 0, 2)
             made: Tensor = (x @ matrix.reshape(self.d_model, -1)).unflatten(-1, (self.heads, -1))
             return made
-        small = torch.einsum("btgd,gdhjs->bthjgs", x.unflatten(-1, (few, many)), right)
-        return torch.einsum("hjigs,bthjgs->bthij", left, small).flatten(3)
+        rows = train.apply(x.flatten(0, -2).T)  # not @, which torch.compile cannot trace
+        rows = rows.view(few, self.heads, many, *x.shape[:-1])  # [i, H, j, B, T]
+        return rows.permute(3, 4, 1, 0, 2).flatten(3)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend among tokens x [B, T, d_model]."""
         key = self.key_norm(self.keys(x)).transpose(1, 2)  # [B, H, T, d_model]
-        query = x[:, None].expand(-1, self.heads, -1, -1)  # one for all heads: strides of 0, no copies
+        query = x[:, None].expand(-1, self.heads, -1, -1)  # shared by all heads: a stride of 0, no copy
         return self._finish(x, query, key, scale=self.scale)
 
     def fan_ins(self) -> dict[Tensor, int]:
-        """The number of inputs of each matrix that learns at a rate of its own."""
+        """Return the fan-in of each matrix, which sets its learning rate."""
         few, many, rank = self.shape
         return super().fan_ins() | {self.right: many, self.left: few * rank}
 
 
 def cap_rms(weight: Tensor, fan_in: int, fan_out: int) -> Tensor:
-    """Divide a weight by what its root mean square is above ``sqrt(min(fan_in, fan_out)) / fan_in``."""
+    """Scale a weight down so that its RMS is at most ``sqrt(min(fan_in, fan_out)) / fan_in``."""
     most = math.sqrt(min(fan_in, fan_out)) / fan_in
     rms = (weight.square().mean() + 1e-8).sqrt()
     return weight / (rms / most).clamp(min=1)
 
 
 def factor_width(width: int) -> tuple[int, int]:
-    """``width`` as few * many, many being its smallest divisor above its root.
+    """Split ``width`` into few * many, where many is its smallest divisor above its root.
 
     Example:
         >>> [factor_width(width) for width in (16, 64, 512, 768)]
@@ -303,10 +307,10 @@ def factor_width(width: int) -> tuple[int, int]:
 
 
 def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """A model's parameters by learning rate, for an optimiser: a matrix learns at ``lr`` * 768 / fan_in.
+    """Group a model's parameters by learning rate, for an optimiser: matrices learn at ``lr * 768 / fan_in``.
 
-    Matrices are the weights of linear layers and those of the layers in this file; all other parameters,
-    embeddings and gains among them, learn at ``lr``.
+    Matrices are the weights of linear layers and of the layers in this file. All other parameters, such as
+    embeddings and gains, learn at ``lr``.
 
     Example:
         >>> from torch import nn
@@ -327,13 +331,9 @@ def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     return [{"params": params, "lr": rate} for rate, params in sorted(groups.items(), key=lambda x: x[0])]
 
 
-def _factor(size: int, scaling: str) -> float:
-    return size**-0.5 if scaling == "sp" else 8 / size
-
-
 def _check_ranks(ranks: Sequence[int], head_size: int) -> None:
     if sum(ranks) != head_size or min(ranks) < 1:
-        raise ValueError(f"ranks: wanted numbers of at least 1 whose sum is {head_size}, got {list(ranks)}")
+        raise ValueError(f"ranks: wanted numbers of at least 1 that sum to {head_size}, got {list(ranks)}")
 
 
 def _check_scaling(scaling: str) -> None:

@@ -1,10 +1,25 @@
-"""Relations: which query may attend to which key, as values."""
+"""Relations: which query may attend to which key, as values without lengths.
+
+``relation`` has the base class, ``value`` what makes its subclasses values, ``algebra`` what ``& | ~ .T``
+make of them. The relations: ``patterns`` compare positions; ``grids``, ``lengths``, ``documents``,
+``graph``, ``neighbors`` and ``predicate`` (functions and masks) hold data; ``choice`` holds one relation
+per head or batch.
+
+They share ``tables`` (data by batch and head), ``listing`` (pairs stored one by one), ``orders`` (of
+nodes), ``graph_inputs`` (graphs of other libraries) and ``pointwise`` (functions of one pair, called for
+many). ``expression`` parses what a repr prints; ``recipe`` writes a relation as text and tensors, for
+traced programs.
+
+Import the classes from here. To add one, write it in the file where it fits, or in a file of its own, and
+export it below: subclassing ``Relation`` registers it. CONTRIBUTING.md lists what else it needs.
+"""
 
 from .choice import PerBatch, PerHead
-from .documents import Documents, Padding
+from .documents import Documents
 from .expression import parse
 from .graph import Graph
 from .grids import Neighborhood
+from .lengths import Padding, Prefix
 from .neighbors import Neighbors, knn_graph
 from .patterns import (
     Bipartite,
@@ -15,7 +30,6 @@ from .patterns import (
     Empty,
     Full,
     Global,
-    Prefix,
     RandomBlocks,
     Window,
 )

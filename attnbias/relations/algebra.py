@@ -1,34 +1,34 @@
-"""Combinations of relations: ``& | ~``, transposes, shifts, relabellings, and one per head or batch."""
+"""Relations made of relations: ``& | ~``, transposes, shifts and relabellings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any, ClassVar, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..layouts.bound import Bound, Place, complement, intersect, join_edges, unite
-from ..layouts.edges import Edges
-from ..layouts.intervals import Ints, count_groups
-from ..layouts.predicate import Predicate
-from .fields import show
+from ..arguments import as_count, as_indices
+from ..sets.bound import MOST_PER_ROW, Bound, Place, complement, intersect, unite
+from ..sets.edges import Edges
+from ..sets.predicate import Predicate
 from .patterns import Causal, Empty, Full, Window, window_of
-from .relation import Relation, as_count, as_indices
+from .relation import Algebra, Relation
+from .value import show
 
 
 def conjunction(*parts: Relation) -> Relation:
-    """``a & b``, kept small: no doubles, no Full, windows merged into one."""
+    """Return ``a & b``, kept small: no doubles, no Full, windows merged into one."""
     if any(isinstance(part, Empty) for part in parts):
         return Empty()
     return _combine(And, Full, min, parts)
 
 
 def disjunction(*parts: Relation) -> Relation:
-    """``a | b``, kept small: no doubles, no Empty, windows merged into one."""
+    """Return ``a | b``, kept small: no doubles, no Empty, windows merged into one."""
     if any(isinstance(part, Full) for part in parts):
         return Full()
     return _combine(Or, Empty, max, parts)
@@ -59,7 +59,7 @@ _WINDOWS = (Causal, Window)  # themselves: a subclass may relate other pairs
 
 
 def _are_one(a: Relation, b: Relation) -> bool:
-    """Whether two parts are one: both windows, or equal without a look at their data."""
+    """Return whether two parts are one: both windows, or equal without a look at their data."""
     if type(a) in _WINDOWS:
         # Windows all hold the diagonal, so their union is one window as well.
         return type(b) in _WINDOWS
@@ -67,57 +67,50 @@ def _are_one(a: Relation, b: Relation) -> bool:
     return a.recipe.text == b.recipe.text and all(x is y for x, y in data)
 
 
-class Wrapper(Relation):
-    """What relations made of relations share."""
+class Compound(Relation):
+    """A relation made of others: it fits where all of them fit."""
 
-    def inner(self) -> tuple[Relation, ...]:
+    @property
+    def inner(self) -> Sequence[Relation]:
         """The relations inside."""
         raise NotImplementedError
 
     @property
     def batch_size(self) -> int | None:
-        return common_size("batch", [part.batch_size for part in self.inner()])
+        return _common_size("batch", [part.batch_size for part in self.inner])
 
     @property
     def head_count(self) -> int | None:
-        return common_size("heads", [part.head_count for part in self.inner()])
+        return _common_size("heads", [part.head_count for part in self.inner])
 
     @property
     def lengths(self) -> tuple[int | None, int | None]:
-        known = [part.lengths for part in self.inner()]
+        known = [part.lengths for part in self.inner]
         queries = next((q for q, _ in known if q is not None), None)
         return queries, next((k for _, k in known if k is not None), None)
 
     @property
     def stationary(self) -> bool:
-        return all(part.stationary for part in self.inner())
-
-    def check(
-        self,
-        q_len: int,
-        k_len: int,
-        q_start: int = 0,
-        batch: int | None = None,
-        heads: int | None = None,
-    ) -> None:
-        for part in self.inner():
-            part.check(q_len, k_len, q_start, batch, heads)
+        return all(part.stationary for part in self.inner)
 
     @property
-    def repeats(self) -> bool:  # type: ignore[override]
-        return any(part.repeats for part in self.inner())
+    def repeats(self) -> bool:
+        return any(part.repeats for part in self.inner)
+
+    def _check(self, at: Place) -> None:
+        for part in self.inner:
+            part._check(at)
 
     @property
     def _device(self) -> torch.device | str:
-        places = [part._device for part in self.inner()]
-        return next((place for place in places if str(place) != "cpu"), "cpu")
+        return next((part._device for part in self.inner if str(part._device) != "cpu"), "cpu")
 
     def _numbers(self) -> int:
-        return 0
+        return 0  # the parts abbreviate themselves
 
 
-def common_size(what: str, sizes: Sequence[int | None]) -> int | None:
-    """The one size, beside 1 and None (any), that parts have; raises where there are two."""
+def _common_size(what: str, sizes: Sequence[int | None]) -> int | None:
+    """Return the one size other than 1 and None (any) that parts have; raise where there are two."""
     known = {size for size in sizes if size not in (1, None)}
     if len(known) > 1:
         raise ValueError(f"relation: parts for {what} {sorted(known)} do not combine")
@@ -126,19 +119,21 @@ def common_size(what: str, sizes: Sequence[int | None]) -> int | None:
     return None if None in sizes else 1
 
 
-class _Many(Wrapper):
+class _Many(Compound):
     parts: tuple[Relation, ...]
-    symbol: ClassVar[str]
-
-    def inner(self) -> tuple[Relation, ...]:
-        return self.parts
+    symbol = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.batch_size, self.head_count  # parts that do not combine are told now
+        _ = self.batch_size, self.head_count  # raises if the parts do not combine
 
+    @property
+    def inner(self) -> tuple[Relation, ...]:
+        return self.parts
+
+    @property
     def _content(self) -> Hashable:
-        return type(self), frozenset(part._content() for part in self.parts)
+        return type(self), frozenset(part._content for part in self.parts)
 
     def __repr__(self) -> str:
         return f"({f' {self.symbol} '.join(repr(part) for part in self.parts)})"
@@ -146,12 +141,6 @@ class _Many(Wrapper):
     @property
     def T(self) -> Relation:
         return type(self)(tuple(part.T for part in self.parts))
-
-    def _fold(self, join: Callable[[Tensor, Tensor], Tensor], *at: Tensor | None) -> Tensor:
-        first, *rest = (part.related(*at) for part in self.parts)  # type: ignore[arg-type]
-        for each in rest:
-            first = join(first, each)
-        return first
 
 
 class And(_Many):
@@ -161,19 +150,18 @@ class And(_Many):
     it more often.
     """
 
-    parts: tuple[Relation, ...]
     symbol = "&"
 
     @property
-    def listed(self) -> bool:  # type: ignore[override]
+    def listed(self) -> bool:
         return any(part.listed for part in self.parts)
 
     @property
-    def least_keys(self) -> int:  # type: ignore[override]
+    def least_keys(self) -> int:
         return max(part.least_keys for part in self.parts)
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        return self._fold(torch.logical_and, q, k, b, h)
+        return reduce(torch.logical_and, [part.related(q, k, b, h) for part in self.parts])
 
     def multiplicity(
         self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None
@@ -184,10 +172,7 @@ class And(_Many):
     def _bind(self, at: Place) -> Bound:
         # A graph first: its edges keep their numbers where another part lists the same pairs.
         parts = sorted(self.parts, key=lambda part: not part.listed)
-        bound, *rest = (part._bind(at) for part in parts)
-        for each in rest:
-            bound = intersect(bound, each)
-        return bound
+        return reduce(intersect, [part._bind(at) for part in parts])
 
     # Moved and relabelled part by part where a graph is among them, which stays a list of edges then.
 
@@ -205,21 +190,20 @@ class And(_Many):
 class Or(_Many):
     """Pairs that some part relates; written ``a | b``."""
 
-    parts: tuple[Relation, ...]
     symbol = "|"
-
     repeats = False  # a set
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        return self._fold(torch.logical_or, q, k, b, h)
+        return reduce(torch.logical_or, [part.related(q, k, b, h) for part in self.parts])
 
     def _bind(self, at: Place) -> Bound:
         return unite([part._bind(at) for part in self.parts], self.related, self.stationary)
 
 
-class _One(Wrapper):
+class _One(Compound):
     relation: Relation
 
+    @property
     def inner(self) -> tuple[Relation, ...]:
         return (self.relation,)
 
@@ -227,7 +211,6 @@ class _One(Wrapper):
 class Not(_One):
     """Pairs that the relation does not relate; written ``~a``."""
 
-    relation: Relation
     repeats = False  # a set
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
@@ -247,49 +230,62 @@ class Not(_One):
         return f"(~{self.relation!r})"
 
 
-class Transposed(_One):
-    """The reverse relation; written ``a.T``."""
+class _Moved(_One):
+    """Pairs that the relation relates at other positions."""
 
-    relation: Relation
+    def _source(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the positions of pairs in the relation, and which exist there (None: all)."""
+        raise NotImplementedError
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        return self.relation.related(k, q, b, h)
+        q, k, exists = self._source(q, k)
+        related = self.relation.related(q, k, b, h)
+        return related if exists is None else related & exists
 
     def multiplicity(
         self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None
     ) -> Tensor | None:
-        return self.relation.multiplicity(k, q, b, h)
+        q, k, exists = self._source(q, k)
+        counts = self.relation.multiplicity(q, k, b, h)
+        return counts if counts is None or exists is None else counts * exists
+
+    def _bind(self, at: Place) -> Bound:
+        moved = self._move(at)
+        return super()._bind(at) if moved is None else moved
+
+    def _move(self, at: Place) -> Bound | None:
+        """Return the exact pairs; None where the relation has none, or only the definition knows them."""
+        raise NotImplementedError
+
+
+class Transposed(_Moved):
+    """The reverse relation; written ``a.T``."""
 
     @property
     def lengths(self) -> tuple[int | None, int | None]:
         queries, keys = self.relation.lengths
         return keys, queries
 
-    def check(
-        self,
-        q_len: int,
-        k_len: int,
-        q_start: int = 0,
-        batch: int | None = None,
-        heads: int | None = None,
-    ) -> None:
-        Relation.check(self, q_len, k_len, q_start, batch, heads)
+    def _check(self, at: Place) -> None:
+        Relation._check(self, at)
 
-    def _bind(self, at: Place) -> Bound:
+    def _source(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        return k, q, None
+
+    def _move(self, at: Place) -> Bound | None:
         if at.q_start < 0 and not self.relation.listed:
-            return super()._bind(at)  # keys before the first: only the definition knows them
+            return None  # there are keys before the first
         length = self.lengths[0]
         if length is None:
             length = max(at.q_start + at.q_len, self.relation.least_keys)
-        inner = self.relation._bind(replace(at, q_len=at.k_len, k_len=length, q_start=0))
+        inner = self.relation._bind(at._replace(q_len=at.k_len, k_len=length, q_start=0))
         if isinstance(inner.solid, Predicate):
-            return super()._bind(at)
-        rows = at.positions
-        solid = None if inner.solid is None else _rows(inner.solid.transpose(), rows)
+            return None
         edges = None
         if inner.edges is not None:
             turned = inner.edges.turned
-            edges = _rows(replace(turned, id=inner.edges.id[turned.id]), rows)
+            edges = replace(turned, id=inner.edges.id[turned.id]).take_queries(at.q_start, at.q_len)
+        solid = None if inner.solid is None else inner.solid.transpose().take_queries(at.q_start, at.q_len)
         return Bound(solid, edges)
 
     @property
@@ -300,15 +296,6 @@ class Transposed(_One):
         return f"{self.relation!r}.T"
 
 
-def _rows(form: Any, positions: Ints) -> Any:
-    """The rows of a form at the given positions, in every group; where it has none, empty ones."""
-    rows = np.arange(count_groups(form.group))[:, None] * form.q_len + positions
-    exists = (positions >= 0) & (positions < form.q_len)
-    rows = np.where(exists, rows, form.rows).reshape(-1)
-    one_more = replace(form, ptr=np.append(form.ptr, form.ptr[-1]))
-    return one_more.take_rows(rows, len(positions))
-
-
 def shifted(relation: Relation, distance: int) -> Relation:
     """Move every key; several shifts become one."""
     distance = as_count("distance", distance, least=-(2**62))
@@ -317,138 +304,92 @@ def shifted(relation: Relation, distance: int) -> Relation:
     return relation if distance == 0 else Shifted(relation, distance)
 
 
-class Shifted(_One):
+class Shifted(_Moved):
     """The relation with every key moved; written ``a.shift(n)``."""
 
-    relation: Relation
     distance: int
 
-    def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        related = self.relation.related(q, k - self.distance, b, h)
-        return related if self.lengths[1] is None else related & self._has(k)
+    def _source(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        keys = self.lengths[1]  # beyond the ends of data nothing is related
+        exists = None if keys is None else (k >= self.distance) & (k - self.distance < keys)
+        return q, k - self.distance, exists
 
-    def _has(self, k: Tensor) -> Tensor:
-        """Whether the key's data came from somewhere: beyond the ends of data nothing is related."""
-        return (k >= self.distance) & (k - self.distance < cast(int, self.lengths[1]))
-
-    def multiplicity(
-        self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None
-    ) -> Tensor | None:
-        counts = self.relation.multiplicity(q, k - self.distance, b, h)
-        return counts if counts is None or self.lengths[1] is None else counts * self._has(k)
-
-    def _bind(self, at: Place) -> Bound:
+    def _move(self, at: Place) -> Bound | None:
         if self.stationary:
-            inner = self.relation._bind(replace(at, q_start=at.q_start + self.distance))
-            return super()._bind(at) if isinstance(inner.solid, Predicate) else inner
+            inner = self.relation._bind(at._replace(q_start=at.q_start + self.distance))
+            return None if isinstance(inner.solid, Predicate) else inner
         keys = self.lengths[1]
         if keys is None:
             if self.distance > 0 and not self.relation.listed:
-                return super()._bind(at)  # keys before the first: only the definition knows them
+                return None  # there are keys before the first
             keys = max(at.k_len, at.k_len - self.distance, self.relation.least_keys)
-        inner = self.relation._bind(replace(at, k_len=keys))
+        inner = self.relation._bind(at._replace(k_len=keys))
         if isinstance(inner.solid, Predicate):
-            return super()._bind(at)
-        moved = [
-            None if form is None else form.shift(self.distance, at.k_len)
-            for form in (inner.solid, inner.edges)
-        ]
-        return Bound(*moved)  # type: ignore[arg-type]
-
-    @property
-    def T(self) -> Relation:
-        return Transposed(self)
+            return None
+        solid = None if inner.solid is None else inner.solid.shift(self.distance, at.k_len)
+        edges = None if inner.edges is None else inner.edges.shift(self.distance, at.k_len)
+        return Bound(solid, edges)
 
     def __repr__(self) -> str:
         return f"{self.relation!r}.shift({self.distance})"
 
 
-class Permuted(_One):
+class Permuted(_Moved):
     """The relation among relabelled tokens; written ``a.permute(order)``."""
 
-    relation: Relation
     order: Tensor  # [L]
+    stationary = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", as_indices("order", self.order, (1,)))
         length = len(self.order)
         if not torch.equal(self.order.sort()[0].cpu(), torch.arange(length, device="cpu")):
-            raise ValueError(f"order: wanted each of 0..{length - 1} once, got something else")
+            raise ValueError(f"order: wanted each of 0..{length - 1} once, got {show(self.order)}")
         super().__post_init__()
 
     @property
-    def lengths(self) -> tuple[int | None, int | None]:
+    def lengths(self) -> tuple[int, int]:
         return len(self.order), len(self.order)
 
-    @property
-    def stationary(self) -> bool:
-        return False
+    def _check(self, at: Place) -> None:
+        Relation._check(self, at)
+        self.relation._check(Place(*self.lengths, 0, at.batch, at.heads))
 
     def _old(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The old position, and whether there is one."""
+        """Return the old position, and whether there is one."""
         exists = (position >= 0) & (position < len(self.order))
         order = self.order.to(position.device)
         if not len(order):
             return position, exists
         return order[position.clamp(0, len(order) - 1)], exists
 
-    def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
+    def _source(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         (old_q, in_q), (old_k, in_k) = self._old(q), self._old(k)
-        return self.relation.related(old_q, old_k, b, h) & in_q & in_k
+        return old_q, old_k, in_q & in_k
 
-    def multiplicity(
-        self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None
-    ) -> Tensor | None:
-        (old_q, in_q), (old_k, in_k) = self._old(q), self._old(k)
-        counts = self.relation.multiplicity(old_q, old_k, b, h)
-        return None if counts is None else counts * (in_q & in_k)
-
-    def check(
-        self,
-        q_len: int,
-        k_len: int,
-        q_start: int = 0,
-        batch: int | None = None,
-        heads: int | None = None,
-    ) -> None:
-        Relation.check(self, q_len, k_len, q_start, batch, heads)
-        self.relation.check(len(self.order), len(self.order), 0, batch, heads)
-
-    def _bind(self, at: Place) -> Bound:
+    def _move(self, at: Place) -> Bound | None:
         length = len(self.order)
-        inner = self.relation._bind(replace(at, q_len=length, k_len=length, q_start=0))
+        inner = self.relation._bind(at._replace(q_len=length, k_len=length, q_start=0))
         if isinstance(inner.solid, Predicate):
-            return super()._bind(at)
-        listed = [] if inner.edges is None else [inner.edges]
+            return None
+        listed = [] if inner.edges is None else [(inner.edges.row, inner.edges.key, inner.edges.id)]
         if inner.solid is not None:
-            if int(inner.solid.counts().sum()) > _PAIRS_PER_ROW * max(inner.solid.rows, 1):
-                return super()._bind(at)  # scattered pairs are too many to list
+            if int(inner.solid.counts().sum()) > MOST_PER_ROW * max(inner.solid.rows, 1):
+                return None
             row, key = inner.solid.pairs()
-            listed.append(Edges.from_pairs(length, length, inner.group, row, key))
-        order = self.order.cpu().numpy()
-        new = np.argsort(order)
-        edges = [
-            Edges.from_pairs(
-                length,
-                length,
-                form.group,
-                form.row // length * length + new[form.row % length],
-                new[form.key],
-                form.id,
-            )
-            for form in listed
-        ]
-        return Bound(None, join_edges([_rows(form, at.positions) for form in edges]))
+            listed.append((row, key, np.arange(len(row))))
+        row, key, number = map(np.concatenate, zip(*listed, strict=True))
+        new = np.argsort(self.order.cpu().numpy())
+        row, key = row // length * length + new[row % length], new[key]
+        edges = Edges.from_pairs(length, length, inner.group, row, key, number)
+        return Bound(None, edges.take_queries(at.q_start, at.q_len))
 
     @property
     def T(self) -> Relation:
         return Permuted(self.relation.T, self.order)
 
-    def _numbers(self) -> int:
-        return len(self.order)
-
     def __repr__(self) -> str:
         return f"{self.relation!r}.permute({show(self.order)})"
 
 
-_PAIRS_PER_ROW = 64
+Relation._algebra = Algebra(conjunction, disjunction, Not, Transposed, shifted, Permuted)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from ..layouts.bound import Bound, Place, stack
-from .algebra import Wrapper
+from ..sets.bound import Bound, Place, stack
+from .algebra import Compound
 from .relation import Relation
 
 
-class _Choice(Wrapper):
-    """One relation for each head, or for each batch."""
-
+class _Choice(Compound):
     parts: Sequence[Relation]
-    axis: ClassVar[str]
+    axis = ""  # the size that chooses: "head_count" or "batch_size"
+    stationary = False
 
     def __post_init__(self) -> None:
         name, parts = type(self).__name__, cast(Any, self.parts)
@@ -29,40 +28,29 @@ class _Choice(Wrapper):
             raise ValueError(f"{name}: wanted at least one relation, got none")
         for part in parts:
             if getattr(part, self.axis) not in (1, None):
-                raise ValueError(f"{name}: {part!r} has a {self.axis} of its own already")
+                raise ValueError(f"{name}: wanted relations without a {self.axis} of their own, got {part!r}")
         object.__setattr__(self, "parts", tuple(parts))
         super().__post_init__()
 
-    def inner(self) -> tuple[Relation, ...]:
-        return tuple(self.parts)
-
     @property
-    def stationary(self) -> bool:
-        return False
+    def inner(self) -> Sequence[Relation]:
+        return self.parts
 
-    def check(
-        self,
-        q_len: int,
-        k_len: int,
-        q_start: int = 0,
-        batch: int | None = None,
-        heads: int | None = None,
-    ) -> None:
-        Relation.check(self, q_len, k_len, q_start, batch, heads)
-        super().check(q_len, k_len, q_start, batch, heads)
+    def _check(self, at: Place) -> None:
+        Relation._check(self, at)
+        super()._check(at)
 
-    def _pick(self, index: Tensor | None, values: Sequence[Tensor]) -> Tensor:
+    def _pick(self, b: Tensor | None, h: Tensor | None, values: Sequence[Tensor]) -> Tensor:
+        """Return the values of each head's, or batch's, own part."""
+        index = h if self.axis == "head_count" else b
         result = values[0]
         if index is not None:
             for number, each in enumerate(values[1:], 1):
                 result = torch.where(index == number, each, result)
         return result
 
-    def _number(self, b: Tensor | None, h: Tensor | None) -> Tensor | None:
-        return h if self.axis == "head_count" else b
-
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        return self._pick(self._number(b, h), [part.related(q, k, b, h) for part in self.parts])
+        return self._pick(b, h, [part.related(q, k, b, h) for part in self.parts])
 
     def multiplicity(
         self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None
@@ -71,8 +59,7 @@ class _Choice(Wrapper):
         if all(count is None for count in counts):
             return None
         pairs = zip(self.parts, counts, strict=True)
-        each = [part.related(q, k, b, h).long() if x is None else x for part, x in pairs]
-        return self._pick(self._number(b, h), each)
+        return self._pick(b, h, [part.related(q, k, b, h).long() if x is None else x for part, x in pairs])
 
     def _bind(self, at: Place) -> Bound:
         distinct = {part: number for number, part in enumerate(dict.fromkeys(self.parts))}
@@ -109,7 +96,6 @@ class PerHead(_Choice):
         4
     """
 
-    parts: Sequence[Relation]
     axis = "head_count"
 
     @property
@@ -124,7 +110,6 @@ class PerBatch(_Choice):
         parts: one relation per batch.
     """
 
-    parts: Sequence[Relation]
     axis = "batch_size"
 
     @property
@@ -133,7 +118,7 @@ class PerBatch(_Choice):
 
 
 def _collate(batch: Sequence[Relation], **_: Any) -> Relation:
-    """Make one relation of those of a batch's samples: what a DataLoader does with each field of a sample."""
+    """Make one relation of those of a batch's samples, as a DataLoader does with each field of a sample."""
     return batch[0] if all(each == batch[0] for each in batch) else PerBatch(batch)
 
 

@@ -58,7 +58,7 @@ def _build(node: ast.expr, text: str) -> Any:
 
 
 def _classes() -> dict[str, type]:
-    """Return what can be named: the relations that the package exports, and those of its users."""
+    """Return the classes that can be named: those that the package exports, and those of its users."""
     exported = vars(sys.modules[__package__])
     return {
         cls.__name__: cls

@@ -9,19 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..layouts.bound import Place
-from ..layouts.device import Pairs
+from ..arguments import as_count, as_indices
+from ..sets.bound import Place
+from ..sets.intervals import make_groups
+from ..sets.pairs import Pairs
 from .algebra import Permuted
 from .graph_inputs import read_adjacency, read_edges
-from .pairs import Listed, square, worst
-from .relation import Relation, as_count, as_indices
+from .listing import Listed, new_numbers, worst
+from .relation import Relation
 
 
 class Graph(Listed):
     """The edges of a graph, as PyG has them: a target attends to its sources.
 
     Duplicate edges count twice in attention, in ``graph & other`` too; ``|`` and ``~`` make a set of pairs,
-    unless they change nothing. Self-loops are never added, but by :meth:`add_self_loops`.
+    unless they change nothing. Only :meth:`add_self_loops` adds self-loops.
 
     Args:
         edge_index: [2, E], sources (keys) in row 0, targets (queries) in row 1; or PyG's ``EdgeIndex``,
@@ -51,7 +53,8 @@ class Graph(Listed):
             is_square = known[0] == known[1]
             object.__setattr__(self, "num_nodes" if is_square else "size", known[0] if is_square else known)
         if (self.num_nodes is None) == (self.size is None):
-            raise ValueError("num_nodes: wanted either num_nodes or size=(num_src, num_dst)")
+            got = "neither" if self.size is None else "both"
+            raise ValueError(f"num_nodes: wanted either num_nodes or size=(num_src, num_dst), got {got}")
         if self.num_nodes is not None:
             object.__setattr__(self, "num_nodes", as_count("num_nodes", self.num_nodes))
         if self.size is not None:
@@ -59,14 +62,14 @@ class Graph(Listed):
                 raise ValueError(f"size: wanted (num_src, num_dst), got {self.size!r}")
             object.__setattr__(self, "size", tuple(as_count("size", n) for n in self.size))
         if edge_index.device.type == "cpu" and not torch.compiler.is_compiling():
-            self._check_range()  # again in a layout: here it would wait for a GPU, or fail while it is traced
+            self._check_numbers()  # else in a layout: here it would wait for a GPU, or break a trace
         super().__post_init__()
 
     # -- other ways in ----------------------------------------------------------------------------
 
     @classmethod
     def from_adjacency(cls, adjacency: Any) -> Graph:
-        """A graph from its adjacency matrix: row = query, column = key.
+        """Make a graph from its adjacency matrix: row = query, column = key.
 
         Args:
             adjacency: [queries, keys]. In a dense tensor, array or list, what is not zero is an edge; in a
@@ -85,7 +88,7 @@ class Graph(Listed):
 
     @classmethod
     def from_csr(cls, ptr: Any, key: Any, num_keys: int | None = None) -> Graph:
-        """A graph from the keys of each query, one query after another.
+        """Make a graph from the keys of each query, one query after another.
 
         Args:
             ptr: [queries + 1]; the keys of query ``i`` are ``key[ptr[i]:ptr[i + 1]]``.
@@ -105,10 +108,10 @@ class Graph(Listed):
         sizes = ptr.diff()
         first, last, least = torch.stack((ptr[0], ptr[-1], sizes.min() if len(sizes) else ptr[0])).tolist()
         if (first, last) != (0, len(key)) or least < 0:
-            what = f"{first} to {last}" if least >= 0 else "offsets that fall"
-            raise ValueError(f"ptr: wanted offsets that rise from 0 to len(key) = {len(key)}, got {what}")
+            got = f"{first} to {last}" if least >= 0 else f"a step of {least}"
+            raise ValueError(f"ptr: wanted offsets that rise from 0 to len(key) = {len(key)}, got {got}")
         queries = len(sizes)
-        query = torch.repeat_interleave(  # told its length, it does not wait for the device
+        query = torch.repeat_interleave(  # given the output size, it does not wait for the device
             torch.arange(queries, device=ptr.device), sizes, output_size=len(key)
         )
         keys = queries if num_keys is None else as_count("num_keys", num_keys)
@@ -116,7 +119,7 @@ class Graph(Listed):
 
     @classmethod
     def from_batch(cls, edge_index: Any, batch: Any) -> Graph:
-        """A graph made of several, as PyG's loaders give them.
+        """Make a graph of several, as PyG's loaders give them.
 
         Args:
             edge_index: [2, E], nodes numbered through all graphs.
@@ -125,19 +128,20 @@ class Graph(Listed):
         batch = as_indices("batch", batch, (1,))
         graph = cls(edge_index, num_nodes=len(batch))
         if graph.edge_index.device.type != "cpu":  # numbers out of range would lead out of ``batch``
-            graph._check_range()
+            graph._check_numbers()
         source, target = batch.to(graph.edge_index.device)[graph.edge_index]
         across = (source != target).nonzero()
         if len(across):
             edge = int(across[0])
             raise ValueError(
-                f"edge_index: edge {edge} leads from graph {int(source[edge])} to {int(target[edge])}"
+                f"edge_index: wanted edges within a graph, got edge {edge} "
+                f"from graph {int(source[edge])} to {int(target[edge])}"
             )
         return graph
 
     @classmethod
     def batch(cls, graphs: Sequence[Graph]) -> Graph:
-        """Several graphs side by side as one block-diagonal graph, edges in the order given."""
+        """Join graphs into one block-diagonal graph, edges in the order given."""
         graphs = list(graphs)
         for i, graph in enumerate(graphs):
             if not isinstance(graph, Graph):
@@ -156,7 +160,7 @@ class Graph(Listed):
     # -- self-loops -------------------------------------------------------------------------------
 
     def add_self_loops(self) -> Graph:
-        """The graph with an edge from every node to itself, numbered after all others.
+        """Return the graph with an edge from every node to itself, numbered after all others.
 
         A node that has one already gets a second, which counts: :meth:`remove_self_loops` first, as PyG's
         GATConv does, if that is not meant. Of a bipartite graph, nodes with the same number are the same.
@@ -165,7 +169,7 @@ class Graph(Listed):
         return Graph(torch.cat((self.edge_index, loops), 1), self.num_nodes, self.size)
 
     def remove_self_loops(self) -> Graph:
-        """The graph without edges from a node to itself; the others keep their order."""
+        """Return the graph without edges from a node to itself; the others keep their order."""
         source, target = self.edge_index
         return Graph(self.edge_index[:, source != target], self.num_nodes, self.size)
 
@@ -183,29 +187,24 @@ class Graph(Listed):
         sources, targets = self._sizes
         return targets, sources
 
-    def _check_range(self) -> None:
+    def _check_numbers(self, keys: int = 0) -> None:  # which the graph knows itself
         for name, index, count in zip(("source", "target"), self.edge_index, self._sizes, strict=True):
             wrong = worst(index, 0, count)
             if wrong is not None:
                 what = f"size = {self.size}" if self.size is not None else f"num_nodes = {self.num_nodes}"
                 raise ValueError(f"edge_index: {what} but a {name} is {wrong}")
 
-    def _code_parts(self) -> tuple[Tensor, int]:
-        keys = self._sizes[0]
-        return self.edge_index[1] * keys + self.edge_index[0], keys
-
-    def _row(self, q: Tensor, b: Tensor | None, h: Tensor | None) -> tuple[Tensor, Tensor]:
-        return q, (q >= 0) & (q < self._sizes[1])
+    @property
+    def _edge_count(self) -> int:
+        return self.edge_index.shape[1]
 
     def _list(self, at: Place) -> Pairs:
-        self._check_range()
-        source, target = self.edge_index
-        number = None
+        (source, target), number = self.edge_index, None
         if (at.q_start, at.q_len) != (0, self._sizes[1]):
             inside = (target >= at.q_start) & (target < at.q_start + at.q_len)
             number = inside.nonzero().squeeze(1)
             source, target = source[number], target[number] - at.q_start
-        return Pairs(np.zeros((1, 1), np.int64), target, source, number)
+        return Pairs(make_groups(), target, source, number)
 
     @property
     def T(self) -> Relation:
@@ -213,27 +212,23 @@ class Graph(Listed):
         return Graph(self.edge_index.flip(0), self.num_nodes, size)
 
     def permute(self, order: Tensor | Sequence[int]) -> Relation:
-        """The graph among relabelled nodes: new ``i`` is old ``order[i]``; edges keep their order."""
+        """Return the graph among relabelled nodes: new ``i`` is old ``order[i]``; edges keep their order."""
         checked = Permuted(self, order)  # type: ignore[arg-type]  # made a tensor there
         nodes = len(checked.order)
         if self._sizes != (nodes, nodes):
             return checked  # which says, where it is bound, what does not fit
-        placed = checked.order.to(self.edge_index.device)
-        new = torch.empty_like(placed)
-        new[placed] = torch.arange(nodes, device=placed.device)
-        return self._relabel(placed, new)
+        return self._relabel(checked.order.to(self.edge_index.device))
 
     def _nodes(self) -> int:
         sources, targets = self._sizes
-        return square("size", targets, sources)
+        if sources != targets:
+            raise ValueError(f"size: wanted as many sources as targets, got {sources} and {targets}")
+        return sources
 
-    def _pairs(self) -> tuple[Tensor, Tensor]:
-        return self.edge_index[1], self.edge_index[0]
-
-    def _relabel(self, order: Tensor, new: Tensor) -> Graph:
-        return Graph(new[self.edge_index], self.num_nodes, self.size)
+    def _relabel(self, order: Tensor) -> Graph:
+        return Graph(new_numbers(order)[self.edge_index], self.num_nodes, self.size)
 
 
 def _sizes(sources: int, targets: int) -> dict[str, Any]:
-    """How a graph of these sizes is written."""
+    """Return the arguments that give a graph these sizes."""
     return {"num_nodes": sources} if sources == targets else {"size": (sources, targets)}

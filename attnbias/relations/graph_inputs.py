@@ -1,4 +1,4 @@
-"""Graphs as other libraries hold them, told apart by what they can do: none of these is imported."""
+"""Read graphs as other libraries hold them; none is imported: what an object can do tells what it is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Size = tuple[int, int]
 
 
 def read_edges(given: Any) -> tuple[Any, Size | None]:
-    """The edge_index in what a caller gave, and its (sources, targets) where that knows them.
+    """Return the edge_index in what a caller gave, and its (sources, targets) where that knows them.
 
     Takes PyG's ``Data``, ``Batch``, one edge type of its ``HeteroData``, and its ``EdgeIndex``.
     """
@@ -50,7 +50,7 @@ def read_edges(given: Any) -> tuple[Any, Size | None]:
 
 
 def read_adjacency(matrix: Any) -> tuple[Tensor, Tensor, Size]:
-    """Row and column of each entry of a matrix, and its shape.
+    """Return the row and column of each entry of a matrix, and its shape.
 
     Takes dense and sparse torch tensors, arrays, nested lists, scipy's sparse matrices and arrays, and
     torch_sparse's ``SparseTensor``. Every stored entry of a sparse matrix counts, zeros too.

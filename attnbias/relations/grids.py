@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ..layouts.bound import Bound, Place
-from ..layouts.edges import Edges
-from ..layouts.intervals import Intervals, Ints
-from .relation import Relation, as_count
+from ..arguments import as_count
+from ..sets.bound import Bound, Place
+from ..sets.intervals import Ints, ceil_div
+from .relation import Relation
 
 
 class Neighborhood(Relation):
@@ -75,7 +74,7 @@ class Neighborhood(Relation):
         dilation: int | Sequence[int] = 1,
         is_causal: bool | Sequence[bool] = False,
     ) -> Neighborhood:
-        """The neighbourhood of NATTEN's arguments.
+        """Make the neighbourhood of NATTEN's arguments.
 
         Args:
             shape: size of each axis.
@@ -115,13 +114,12 @@ class Neighborhood(Relation):
         return tokens, tokens
 
     def _first_step(self, x: Any, n: int, r: int, d: int, causal: bool) -> Any:
-        """Place of the window's first token among those of x's own dilation class (``x % d``)."""
+        """Return the place of the window's first token among those of x's own dilation class, ``x % d``."""
         first = x // d - r
         if self.border == "clamp" and not causal:
-            members = (n - x % d + d - 1) // d
-            first = first.clip(0) if isinstance(first, np.ndarray) else first.clamp(min=0)
-            last = members - (2 * r + 1)
-            first = np.minimum(first, last) if isinstance(first, np.ndarray) else torch.minimum(first, last)
+            last = ceil_div(n - x % d, d) - (2 * r + 1)
+            first = first.clip(0)
+            first = first - (first - last).clip(0)  # the smaller one, of arrays and of tensors
         return first
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
@@ -139,7 +137,7 @@ class Neighborhood(Relation):
         return near
 
     def _axis_table(self, n: int, r: int, d: int, causal: bool) -> Ints:
-        """Related coordinates of each coordinate, [n, 2 r + 1], -1 where there is none."""
+        """Return the related coordinates of each coordinate, [n, 2 r + 1], -1 where there is none."""
         r = min(r, n)  # beyond the axis there is nothing
         x = np.arange(n)[:, None]
         steps = self._first_step(x, n, r, d, causal) + np.arange(2 * r + 1)
@@ -149,35 +147,31 @@ class Neighborhood(Relation):
 
     def _bind(self, at: Place) -> Bound:
         *outer, last = self._axes()
-        line = np.arange(at.q_start, at.q_start + at.q_len)
         lead = np.zeros((at.q_len, 1), np.int64)  # number of the grid's line, per outer neighbour
         alive = np.ones((at.q_len, 1), bool)
         block = self.lengths[0]
         for axis in outer:
             block //= axis[0]
-            near = self._axis_table(*axis)[line // block % axis[0]]  # [q_len, w]
+            near = self._axis_table(*axis)[at.positions // block % axis[0]]  # [q_len, w]
             width = lead.shape[1] * near.shape[1]
             lead = (lead[:, :, None] * axis[0] + near[:, None, :]).reshape(at.q_len, width)
             alive = (alive[:, :, None] & (near >= 0)[:, None, :]).reshape(at.q_len, width)
         n = last[0]
-        near = self._axis_table(*last)[line % n]  # [q_len, w]
+        near = self._axis_table(*last)[at.positions % n]  # [q_len, w]
         row = np.broadcast_to(np.arange(at.q_len)[:, None], lead.shape)[alive]
         lead = lead[alive]
-        group = np.zeros((1, 1), np.int64)
         if last[2] == 1:  # a run of neighbours along the last axis is a range
             exists = near >= 0
             start = np.where(exists, near, n).min(1)
             stop = np.where(exists, near, -1).max(1) + 1
-            form = Intervals.empty(at.q_len, at.k_len, group)
-            return Bound(form.from_ranges(row, lead * n + start[row], lead * n + stop[row]))
+            return at.bind_ranges(row, lead * n + start[row], lead * n + stop[row])
         key = lead[:, None] * n + near[row]
         exists = near[row] >= 0
-        rows = np.broadcast_to(row[:, None], key.shape)[exists]
-        return Bound(None, Edges.from_pairs(at.q_len, at.k_len, group, rows, key[exists]))
+        return at.bind_pairs(np.broadcast_to(row[:, None], key.shape)[exists], key[exists])
 
     @property
-    def T(self) -> Relation:
-        return self if self.border == "cut" and not any(c for *_, c in self._axes()) else super().T
+    def _symmetric(self) -> bool:
+        return self.border == "cut" and not any(causal for *_, causal in self._axes())
 
 
 def _per_axis(name: str, given: Any, axes: int) -> tuple[Any, ...]:

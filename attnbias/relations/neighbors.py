@@ -8,16 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import as_flag
-from ..layouts.bound import Place
-from ..layouts.device import Pairs
+from ..arguments import as_count, as_flag, as_indices
+from ..sets.bound import Place
+from ..sets.intervals import make_groups
+from ..sets.pairs import Pairs
 from .graph import Graph
+from .listing import Listed, new_numbers, worst
 from .orders import as_points
-from .pairs import Listed, worst
-from .relation import as_count, as_indices
+from .tables import Tabled
 
 
-class Neighbors(Listed):
+class Neighbors(Tabled, Listed):
     """Each query's keys by number: kNN, top-k selections.
 
     Args:
@@ -31,6 +32,7 @@ class Neighbors(Listed):
     """
 
     index: Tensor
+    _field = "index"
 
     def __post_init__(self) -> None:
         index = as_indices("index", self.index, (2, 3, 4))
@@ -41,55 +43,32 @@ class Neighbors(Listed):
         super().__post_init__()
 
     @property
-    def least_keys(self) -> int:  # type: ignore[override]
+    def least_keys(self) -> int:
         return int(self.index.max()) + 1 if self.index.numel() else 0
-
-    @property
-    def _table(self) -> Tensor:
-        return self.index[(None,) * (4 - self.index.dim())]  # [B, H, Q, n]
-
-    @property
-    def batch_size(self) -> int:
-        return self._table.shape[0]
-
-    @property
-    def head_count(self) -> int:
-        return self._table.shape[1]
 
     @property
     def lengths(self) -> tuple[int, None]:
         return self._table.shape[2], None
 
-    def _code_parts(self) -> tuple[Tensor, int]:
-        table = self._table
-        keys = int(table.max()) + 1 if table.numel() else 1
-        rows = torch.arange(table.shape[:3].numel(), device=table.device)
-        keys = max(keys, 1)
-        codes = rows.view(table.shape[:3])[..., None] * keys + table
-        return codes[table >= 0], keys
-
-    def _row(self, q: Tensor, b: Tensor | None, h: Tensor | None) -> tuple[Tensor, Tensor]:
-        batch, heads, queries, _ = self._table.shape
-        row = torch.zeros((), dtype=torch.int64, device=q.device)
-        for index, size in ((b, batch), (h, heads)):
-            row = row * size + (0 if index is None or size == 1 else index)
-        return row * queries + q.clamp(0, max(queries - 1, 0)), (q >= 0) & (q < queries)
+    @property
+    def _edge_count(self) -> int:
+        return self.index.numel()
 
     def _list(self, at: Place) -> Pairs:
-        wrong = worst(self._table, -1, at.k_len)
+        batch, heads, queries, n = self._table.shape
+        table = self._table[:, :, at.q_start : at.q_start + at.q_len]
+        b, h, q, place = torch.nonzero(table >= 0, as_tuple=True)
+        group, key = b * heads + h, table[b, h, q, place]
+        number = (group * queries + q + at.q_start) * n + place
+        return Pairs(make_groups(batch, heads), group * at.q_len + q, key, number)
+
+    def _check_numbers(self, keys: int) -> None:
+        wrong = worst(self.index, -1, keys)
         if wrong is not None:
-            raise ValueError(f"index: wanted keys from -1 (none) to {at.k_len - 1}, got {wrong}")
-        rows = slice(at.q_start, at.q_start + at.q_len)
-        table, device = self._table[:, :, rows], self.index.device
-        number = torch.arange(self.index.numel(), device=device).view(self._table.shape)[:, :, rows]
-        batch, heads, queries, n = table.shape
-        row = torch.arange(batch * heads * queries, device=device).repeat_interleave(n).view(table.shape)
-        real = table >= 0
-        group = np.arange(batch * heads).reshape(batch, heads)
-        return Pairs(group, row[real], table[real], number[real])
+            raise ValueError(f"index: wanted keys from -1 (none) to {keys - 1}, got {wrong}")
 
     def _nodes(self) -> int:
-        queries = self._table.shape[2]
+        queries = self.lengths[0]
         if self.least_keys > queries:
             raise ValueError(
                 f"index: wanted keys among the {queries} queries, got {self.least_keys - 1}: "
@@ -97,20 +76,13 @@ class Neighbors(Listed):
             )
         return queries
 
-    def _pairs(self) -> tuple[Tensor, Tensor]:
-        real = self._table >= 0
-        query = torch.arange(self._table.shape[2], device=self.index.device)[:, None].expand(
-            self._table.shape
-        )
-        return query[real], self._table[real]
-
-    def _relabel(self, order: Tensor, new: Tensor) -> Neighbors:
-        moved = self.index[..., order, :]
+    def _relabel(self, order: Tensor) -> Neighbors:
+        moved, new = self.index[..., order, :], new_numbers(order)
         return Neighbors(torch.where(moved >= 0, new[moved.clamp(min=0)], -1) if len(new) else moved)
 
 
 def knn_graph(points: Any, k: int, batch: Any = None, *, loop: bool = False) -> Graph:
-    """The k nearest other points of each point, by scipy's k-d tree, as PyG's ``knn_graph`` has them.
+    """Find the k nearest other points of each point, by scipy's k-d tree, as PyG's ``knn_graph`` has them.
 
     Each point is the target of k edges, nearest first, which stand together: edge ``i * k + j`` comes from
     the j-th neighbour of point i. Where there are fewer than k others, it has as many as there are.
@@ -118,7 +90,7 @@ def knn_graph(points: Any, k: int, batch: Any = None, *, loop: bool = False) -> 
     Args:
         points: [N, d] coordinates, finite.
         k: neighbours of each point.
-        batch: [N], the graph of each point, as in PyG; neighbours are sought in the same graph alone.
+        batch: [N], the graph of each point, as in PyG; neighbours are sought in the same graph.
         loop: count a point among its own neighbours.
 
     Example:
@@ -150,7 +122,7 @@ def knn_graph(points: Any, k: int, batch: Any = None, *, loop: bool = False) -> 
             continue
         near = cKDTree(array[member]).query(array[member], np.arange(1, wanted + 1))[1]  # [n, wanted]
         if not loop:
-            # Of points in one place the point itself need not be the first, nor among them at all.
+            # Among coincident points, a point need not be its own first neighbour, nor one at all.
             itself = near == np.arange(len(member))[:, None]
             itself[~itself.any(1), -1] = True
             near = near[~itself].reshape(len(member), wanted - 1)

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layouts.intervals import Ints
+from ..sets.intervals import Ints
 
 MOST_BITS = 63  # of a code
 
 
 def as_points(name: str, points: Any) -> NDArray[np.float64]:
-    """Finite coordinates [N, d] given as a tensor, an array or nested lists."""
+    """Return finite coordinates [N, d] given as a tensor, an array or nested lists."""
     if hasattr(points, "detach"):
         points = points.detach().double().cpu()  # NumPy has no bfloat16
     try:
@@ -28,7 +28,7 @@ def as_points(name: str, points: Any) -> NDArray[np.float64]:
 
 
 def morton(points: Any) -> Ints:
-    """The order of points along a Z-order curve: their coordinates' bits interleaved, sorted once."""
+    """Return the order of points along a Z-order curve: interleave their coordinates' bits, sort once."""
     array = as_points("points", points)
     count, axes = array.shape
     if axes > MOST_BITS:
@@ -47,7 +47,7 @@ def morton(points: Any) -> Ints:
 
 
 def reverse_cuthill_mckee(query: Ints, key: Ints, nodes: int) -> Ints:
-    """Scipy's order of small bandwidth; edges are taken in both directions."""
+    """Return scipy's order of small bandwidth; edges are taken in both directions."""
     try:
         from scipy.sparse import coo_matrix
         from scipy.sparse.csgraph import reverse_cuthill_mckee as order_of

@@ -1,26 +1,23 @@
-"""Relations that compare positions: every one a rule on ``q`` and ``k``, without lengths."""
+"""Relations that compare positions: each is a rule on ``q`` and ``k``, without lengths or data."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..layouts.bound import Bound, Place
-from ..layouts.edges import Edges
-from ..layouts.intervals import Intervals, Ints
-from .relation import Relation, as_count, as_indices
-
-RANGES_PER_ROW = 64  # beyond that many key ranges a row, testing pairs tile by tile is smaller
-MANY_RANGES = 1 << 22  # but fewer in all are never too many
+from ..arguments import as_count, as_indices
+from ..sets.bound import MANY_RANGES, MOST_PER_ROW, Bound, Place
+from ..sets.intervals import Intervals, Ints, make_groups
+from .relation import Relation
+from .value import integer
 
 
 def ranges(at: Place, start: Ints | int, stop: Ints | int) -> Bound:
-    """One range of keys per query."""
+    """Return one range of keys per query."""
     row = np.zeros(at.q_len, np.int64)
     return Bound(Intervals.one_per_row(at.q_len, at.k_len, row + start, row + stop))
 
@@ -28,26 +25,22 @@ def ranges(at: Place, start: Ints | int, stop: Ints | int) -> Bound:
 class Full(Relation):
     """Every query attends to every key: self-attention, the complete graph."""
 
+    stationary = _symmetric = True
+
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         return torch.ones_like(q + k, dtype=torch.bool)
 
     def _bind(self, at: Place) -> Bound:
         return ranges(at, 0, at.k_len)
 
-    @property
-    def stationary(self) -> bool:
-        return True
-
     def __invert__(self) -> Relation:
         return Empty()
-
-    @property
-    def T(self) -> Relation:
-        return self
 
 
 class Empty(Relation):
     """No query attends to any key."""
+
+    stationary = _symmetric = True
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         return torch.zeros_like(q + k, dtype=torch.bool)
@@ -55,16 +48,8 @@ class Empty(Relation):
     def _bind(self, at: Place) -> Bound:
         return ranges(at, 0, 0)
 
-    @property
-    def stationary(self) -> bool:
-        return True
-
     def __invert__(self) -> Relation:
         return Full()
-
-    @property
-    def T(self) -> Relation:
-        return self
 
 
 class Causal(Relation):
@@ -78,20 +63,14 @@ class Causal(Relation):
         ###.
     """
 
-    @property
-    def band(self) -> tuple[float, float]:
-        """Reach before and after the query."""
-        return math.inf, 0
+    stationary = True
+    band = (math.inf, 0)  # reach before and after the query
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         return k <= q
 
     def _bind(self, at: Place) -> Bound:
         return ranges(at, 0, at.positions + 1)
-
-    @property
-    def stationary(self) -> bool:
-        return True
 
     @property
     def T(self) -> Relation:
@@ -115,6 +94,7 @@ class Window(Relation):
 
     before: int | None
     after: int | None = 0
+    stationary = True
 
     def __post_init__(self) -> None:
         for name in ("before", "after"):
@@ -126,10 +106,11 @@ class Window(Relation):
             object.__setattr__(self, name, as_count(name, reach))
         super().__post_init__()
 
+    @property
     def _content(self) -> Hashable:
         # A window without limits is the same value as the relation with a name for it.
         named = window_of(*self.band) if self.before is None else self
-        return super()._content() if isinstance(named, Window) else named._content()
+        return super()._content if isinstance(named, Window) else named._content
 
     @property
     def band(self) -> tuple[float, float]:
@@ -151,16 +132,12 @@ class Window(Relation):
         return ranges(at, start, stop)
 
     @property
-    def stationary(self) -> bool:
-        return True
-
-    @property
     def T(self) -> Relation:
         return Window(self.after, self.before)
 
 
 def window_of(before: float, after: float) -> Relation:
-    """The simplest relation of that reach; ``math.inf`` = no limit."""
+    """Return the simplest relation of that reach; ``math.inf`` = no limit."""
     if before == math.inf and after in (0, math.inf):
         return Causal() if after == 0 else Full()
     return Window(*(None if reach == math.inf else int(reach) for reach in (before, after)))
@@ -185,14 +162,10 @@ class Dilated(Relation):
         .#.#.#
     """
 
-    dilation: int
-    before: int
-    after: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("dilation", 1), ("before", 0), ("after", 0)):
-            object.__setattr__(self, name, as_count(name, getattr(self, name), least))
-        super().__post_init__()
+    dilation: int = integer(least=1)
+    before: int = integer()
+    after: int = integer(default=0)
+    stationary = True
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         gap = q - k
@@ -202,18 +175,13 @@ class Dilated(Relation):
     def _bind(self, at: Place) -> Bound:
         if self.dilation == 1:
             return Window(self.before, self.after)._bind(at)
-        if self.before + self.after >= RANGES_PER_ROW:
+        if self.before + self.after >= MOST_PER_ROW:
             return super()._bind(at)
         steps = np.arange(-self.before, self.after + 1) * self.dilation
         key = at.positions[:, None] + steps
         row = np.broadcast_to(np.arange(at.q_len)[:, None], key.shape)
         exists = (key >= 0) & (key < at.k_len)
-        group = np.zeros((1, 1), np.int64)
-        return Bound(None, Edges.from_pairs(at.q_len, at.k_len, group, row[exists], key[exists]))
-
-    @property
-    def stationary(self) -> bool:
-        return True
+        return at.bind_pairs(row[exists], key[exists])
 
     @property
     def T(self) -> Relation:
@@ -236,28 +204,18 @@ class Columns(Relation):
         .#..#
     """
 
-    stride: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stride", as_count("stride", self.stride, 1))
-        super().__post_init__()
+    stride: int = integer(least=1)
+    stationary = True
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         return (k <= q) & ((q - k) % self.stride == 0)
-
-    @property
-    def stationary(self) -> bool:
-        return True
 
 
 class Chunks(Relation):
     """Keys in the query's own chunk of ``size`` positions: block-diagonal attention."""
 
-    size: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", as_count("size", self.size, 1))
-        super().__post_init__()
+    size: int = integer(least=1)
+    _symmetric = True
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         chunk = torch.div(q, self.size, rounding_mode="floor")
@@ -267,79 +225,11 @@ class Chunks(Relation):
         start = at.positions // self.size * self.size
         return ranges(at, start, start + self.size)
 
-    @property
-    def T(self) -> Relation:
-        return self
-
-
-class Prefix(Relation):
-    """Keys before ``length``, for every query.
-
-    Args:
-        length: an integer, or one per batch [B].
-    """
-
-    length: int | Tensor
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "length", as_lengths("length", self.length))
-        super().__post_init__()
-
-    @property
-    def batch_size(self) -> int:
-        return 1 if isinstance(self.length, int) else len(self.length)
-
-    def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        return k < per_batch(self.length, q, b) + torch.zeros_like(q)
-
-    def _bind(self, at: Place) -> Bound:
-        if isinstance(self.length, int):
-            return ranges(at, 0, self.length)
-        return key_ranges(at, self.length)
-
-
-def as_lengths(name: str, length: Any) -> int | Tensor:
-    """A length, or a private tensor of one per batch."""
-    if isinstance(length, int | np.integer):
-        return as_count(name, length)
-    lengths = as_indices(name, length, (1,))
-    if not len(lengths):
-        raise ValueError(f"{name}: wanted at least one length, got none")
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():  # else when they are laid out
-        _check_lengths(name, int(lengths.min()))
-    return lengths
-
-
-def _check_lengths(name: str, least: int) -> None:
-    if least < 0:
-        raise ValueError(f"{name}: wanted 0 or more, got {least}")
-
-
-def per_batch(length: int | Tensor, q: Tensor, b: Tensor | None) -> Tensor:
-    """The length that holds in each batch."""
-    if isinstance(length, int):
-        return torch.full((), length, device=q.device)
-    length = length.to(q.device)
-    return length[0] if b is None else length[b.clamp(max=len(length) - 1)]
-
-
-def key_ranges(at: Place, length: Tensor) -> Bound:
-    """Keys below a length per batch; equal lengths are held once."""
-    host, group = np.unique(length.cpu().numpy(), return_inverse=True)
-    _check_lengths("lengths", int(host.min()))
-    stop = np.repeat(host[:, None], at.q_len, 1)
-    form = Intervals.one_per_row(at.q_len, at.k_len, np.zeros_like(stop), stop)
-    return Bound(Intervals(at.q_len, at.k_len, group[:, None], form.ptr, form.start, form.stop))
-
 
 class Bipartite(Relation):
     """Positions from ``split`` on attend to those before it: one part of a bipartite graph to the other."""
 
-    split: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "split", as_count("split", self.split))
-        super().__post_init__()
+    split: int = integer()
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         return (q >= self.split) & (k < self.split)
@@ -365,6 +255,7 @@ class Global(Relation):
     """
 
     positions: Iterable[int]
+    _symmetric = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.positions, Iterable):
@@ -384,31 +275,21 @@ class Global(Relation):
 
     def _bind(self, at: Place) -> Bound:
         chosen = np.array(tuple(self.positions), np.int64)
-        first = np.concatenate(([True], np.diff(chosen) > 1)) if len(chosen) else chosen > 0
-        last = np.concatenate((np.diff(chosen) > 1, [True])) if len(chosen) else first
-        start, stop = chosen[first], chosen[last] + 1
-        if len(start) * at.q_len > max(RANGES_PER_ROW * at.q_len, MANY_RANGES):
+        seen = chosen[chosen < at.k_len]
+        # The keys that every query sees, as one row; then a row for each query.
+        runs = Intervals.empty(1, at.k_len, make_groups()).from_ranges(np.zeros_like(seen), seen, seen + 1)
+        if len(runs.start) * at.q_len > max(MOST_PER_ROW * at.q_len, MANY_RANGES):
             return super()._bind(at)
-        start, stop = np.minimum(start, at.k_len), np.minimum(stop, at.k_len)
-        form = Intervals.empty(at.q_len, at.k_len, np.zeros((1, 1), np.int64)).from_ranges(
-            np.repeat(np.arange(at.q_len), len(start)),
-            np.tile(start, at.q_len),
-            np.tile(stop, at.q_len),
-        )
+        columns = runs.take_rows(np.zeros(at.q_len, np.int64), at.q_len)
         everything = np.where(np.isin(at.positions, chosen), at.k_len, 0)
-        rows = Intervals.one_per_row(at.q_len, at.k_len, np.zeros_like(everything), everything)
-        return Bound(form | rows)
-
-    @property
-    def T(self) -> Relation:
-        return self
+        return Bound(columns | Intervals.one_per_row(at.q_len, at.k_len, 0 * everything, everything))
 
 
 class RandomBlocks(Relation):
     """Each block of queries attends to ``count`` blocks drawn at random from those up to its own.
 
-    Drawn without replacement, by block number alone, so that the relation needs no length and a decoding
-    step sees what a whole pass saw; the first ``count`` blocks attend to all of each other. Both
+    Drawn without replacement, from nothing but the block's number: so the relation needs no length, and a
+    decoding step sees what a whole pass saw. The first ``count`` blocks attend to all of each other. Both
     directions: ``r | r.T``.
 
     Args:
@@ -417,23 +298,21 @@ class RandomBlocks(Relation):
         seed: another seed, another draw.
     """
 
-    size: int
-    blocks: int
-    seed: int
+    size: int = integer(least=1)
+    count_: int = integer()
+    seed: int = integer(default=0)
 
     def __init__(self, size: int, count: int, seed: int = 0) -> None:
-        # The argument is "count"; the attribute is not, for every relation has a method of that name.
-        object.__setattr__(self, "size", as_count("size", size, 1))
-        object.__setattr__(self, "blocks", as_count("count", count))
-        object.__setattr__(self, "seed", as_count("seed", seed))
+        for name, value in (("size", size), ("count_", count), ("seed", seed)):
+            object.__setattr__(self, name, value)
         self.__post_init__()
 
     def _draw(self, block: Tensor) -> Tensor:
-        """The key blocks of each query block, [..., count], all different (Floyd's sampling)."""
+        """Return the key blocks of each query block, [..., count], all different (Floyd's sampling)."""
         picks: list[Tensor] = []
-        for turn in range(self.blocks):
+        for turn in range(self.count_):
             # Of the block + 1 blocks up to its own, the last ``count - turn - 1`` wait for later turns.
-            top = block + 1 - self.blocks + turn
+            top = block + 1 - self.count_ + turn
             pick = _hash(self.seed, block, turn) % (top + 1)
             taken = torch.zeros_like(pick, dtype=torch.bool)
             for earlier in picks:
@@ -444,43 +323,34 @@ class RandomBlocks(Relation):
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         block = torch.div(k, self.size, rounding_mode="floor")
         mine = torch.div(q, self.size, rounding_mode="floor")
-        early = (mine < self.blocks) & (block < self.blocks)  # as many blocks as there are: all of them
-        if torch.compiler.is_compiling() or bool((mine >= self.blocks).any()):
-            drawn = self._draw(mine.clamp(min=self.blocks))
+        early = (mine < self.count_) & (block < self.count_)  # as many blocks as there are: all of them
+        if torch.compiler.is_compiling() or bool((mine >= self.count_).any()):
+            drawn = self._draw(mine.clamp(min=self.count_))
             hit = torch.zeros_like(early)
-            for turn in range(self.blocks):
+            for turn in range(self.count_):
                 hit = hit | (drawn[..., turn] == block)
-            early = early | (hit & (mine >= self.blocks))
+            early = early | (hit & (mine >= self.count_))
         return early & (q >= 0) & (k >= 0)
 
     def _bind(self, at: Place) -> Bound:
-        position = at.positions
-        mine = position // self.size
-        early = np.flatnonzero((position >= 0) & (mine < self.blocks))
-        late = np.flatnonzero(mine >= self.blocks)
-        if len(late) * self.blocks > max(RANGES_PER_ROW * at.q_len, MANY_RANGES):
+        mine = at.positions // self.size
+        early = np.flatnonzero((mine >= 0) & (mine < self.count_))
+        late = np.flatnonzero(mine >= self.count_)
+        if len(late) * self.count_ > max(MOST_PER_ROW * at.q_len, MANY_RANGES):
             return super()._bind(at)
-        start = np.zeros((0, self.blocks), np.int64)
+        start = np.zeros((0, self.count_), np.int64)
         if len(late):
             first = mine[late[0]]
             drawn = self._draw(torch.arange(first, mine[late[-1]] + 1, device="cpu")).numpy()
             start = drawn[mine[late] - first] * self.size  # [rows, count]
-        form = Intervals.empty(at.q_len, at.k_len, np.zeros((1, 1), np.int64)).from_ranges(
-            np.concatenate((early, np.repeat(late, self.blocks))),
-            np.concatenate((np.zeros_like(early), np.minimum(start, at.k_len).reshape(-1))),
-            np.minimum(
-                np.concatenate((early * 0 + self.blocks * self.size, (start + self.size).reshape(-1))),
-                at.k_len,
-            ),
-        )
-        return Bound(form)
-
-    def _values(self) -> list[tuple[str, Any, Any]]:
-        return [("size", self.size, None), ("count", self.blocks, None), ("seed", self.seed, 0)]
+        row = np.concatenate((early, np.repeat(late, self.count_)))
+        stop = np.concatenate((0 * early + self.count_ * self.size, start.reshape(-1) + self.size))
+        start = np.concatenate((0 * early, start.reshape(-1)))
+        return at.bind_ranges(row, np.minimum(start, at.k_len), np.minimum(stop, at.k_len))
 
 
 def _hash(seed: int, block: Tensor, turn: int) -> Tensor:
-    """32 random-looking bits (the finaliser of MurmurHash3), in int64."""
+    """Return 32 random-looking bits (the finaliser of MurmurHash3), in int64."""
     low = 0xFFFFFFFF
     x = (block * 0x9E3779B1 + (turn + 1) * 0x85EBCA77 + seed * 0xC2B2AE3D) & low
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):

@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PAIRS_AT_ONCE = (
-    1 << 18
-)  # of a function that is not elementwise: each may hold a whole row of a captured table
+_PAIRS_AT_ONCE = 1 << 18  # bounds memory: each pair may hold a whole row of a captured table
 
 _aten = torch.ops.aten
 # Elementwise operations that PyTorch does not tag as such.
@@ -40,7 +38,7 @@ _ELEMENTWISE_IN = {
 
 
 class _Watch(TorchDispatchMode):
-    """Follows what is computed from the indices, and notes when an operation mixes pairs."""
+    """Watches what is computed from the indices, and notes when an operation mixes pairs."""
 
     def __init__(self, indices: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,14 +77,14 @@ class _Watch(TorchDispatchMode):
             return self.has(args[place]) and not self.has(whole) and whole.dim() < 2
         if torch.Tag.pointwise not in func.tags and func not in _ELEMENTWISE:
             return False
-        # A scalar of another dtype decides the result's among scalars, and not beside a tensor.
+        # A scalar of another dtype decides the result's dtype next to scalars, but not next to a tensor.
         dtypes = {x.dtype for x in tensors if self.has(x)}
         scalars = [x for x in tensors if not self.has(x)]
         return not func._schema.is_mutable and all(x.dim() == 0 and x.dtype in dtypes for x in scalars)
 
 
 def is_elementwise(function: Callable[..., Any], count: int, device: torch.device) -> bool:
-    """Whether a function of ``count`` indices may be called on tensors that broadcast together."""
+    """Return whether a function of ``count`` indices may be called on tensors that broadcast together."""
     # One axis for each index, of sizes that do not fit each other by chance.
     indices = [
         torch.zeros(2 + number, *(1,) * (count - 1 - number), dtype=torch.int64, device=device)
@@ -101,7 +99,7 @@ def is_elementwise(function: Callable[..., Any], count: int, device: torch.devic
 
 
 def reads_index(function: Callable[..., Any], place: int, count: int, device: torch.device) -> bool:
-    """Whether the result of a function of ``count`` indices depends on one of them."""
+    """Return whether the result of a function of ``count`` indices depends on one of them."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     found = False
 

@@ -11,16 +11,12 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_dense
-from ..layouts.bound import Bound, Place
-from ..layouts.edges import Edges
-from ..layouts.intervals import Intervals, Ints, pointer
-from ..layouts.predicate import Predicate
-from .fields import hashable
-from .patterns import RANGES_PER_ROW
+from ..sets.bound import MOST_PER_ROW, Bound, Place
+from ..sets.intervals import Intervals, make_groups
 from .pointwise import is_elementwise, map_pairs, reads_index
 from .relation import Relation
-
-MOST_LISTED = 0.37  # share of a mask up to which its pairs are listed: denser ones are quicker as tiles
+from .tables import Tabled
+from .value import hashable
 
 
 class Where(Relation):
@@ -83,7 +79,7 @@ class Where(Relation):
         return result & torch.ones_like(q + k, dtype=torch.bool)
 
     def _kind(self, device: torch.device) -> tuple[bool, ...]:
-        """Whether ``fn`` is elementwise and, if it is not, which of its arguments it reads."""
+        """Return whether ``fn`` is elementwise and, if it is not, which of its arguments it reads."""
         known: tuple[bool, ...] | None = self.__dict__.get("_kind_")
         if known is None:
             if torch.compiler.is_compiling():  # which cannot watch a function: right in any case
@@ -96,6 +92,7 @@ class Where(Relation):
             object.__setattr__(self, "_kind_", known)
         return known
 
+    @property
     def _content(self) -> Any:
         return Where, hashable(self.fn)
 
@@ -103,7 +100,7 @@ class Where(Relation):
         return f"Where(<{getattr(self.fn, '__qualname__', type(self.fn).__name__)}>)"
 
 
-class Dense(Relation):
+class Dense(Tabled):
     """A boolean tensor, True where the query may attend to the key.
 
     Args:
@@ -111,6 +108,7 @@ class Dense(Relation):
     """
 
     mask: Tensor
+    _field = "mask"
 
     def __post_init__(self) -> None:
         mask = self.mask if isinstance(self.mask, Tensor) else torch.as_tensor(self.mask, device="cpu")
@@ -121,18 +119,6 @@ class Dense(Relation):
             raise ValueError(f"mask: wanted [Q, K], [H, Q, K] or [B, H, Q, K], got {list(mask.shape)}")
         object.__setattr__(self, "mask", mask.detach().clone())
         super().__post_init__()
-
-    @property
-    def _table(self) -> Tensor:
-        return self.mask[(None,) * (4 - self.mask.dim())]  # [B, H, Q, K]
-
-    @property
-    def batch_size(self) -> int:
-        return self._table.shape[0]
-
-    @property
-    def head_count(self) -> int:
-        return self._table.shape[1]
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -150,30 +136,17 @@ class Dense(Relation):
         return found & exists
 
     def _bind(self, at: Place) -> Bound:
+        group = make_groups(self.batch_size, self.head_count)
         table = self._table[:, :, at.q_start : at.q_start + at.q_len].cpu().numpy()
-        group = np.arange(self.batch_size * self.head_count).reshape(self.batch_size, self.head_count)
         flat = np.ascontiguousarray(table).reshape(group.size * at.q_len, at.k_len)
-        start, stop = _runs(flat)
-        rows = len(flat)
-        if len(start) <= RANGES_PER_ROW * max(rows, 1):
-            ptr = pointer(np.bincount(start // max(at.k_len, 1), minlength=rows))
-            base = start // max(at.k_len, 1) * at.k_len
-            return Bound(Intervals(at.q_len, at.k_len, group, ptr, start - base, stop - base))
-        if int(flat.sum()) <= MOST_LISTED * flat.size:
+        form = Intervals.from_dense(flat, at.q_len, group, MOST_PER_ROW)
+        if form is not None:
+            return Bound(form)
+        if int(flat.sum()) <= at.most_listed * flat.size:
             row, key = np.nonzero(flat)
-            return Bound(None, Edges.from_pairs(at.q_len, at.k_len, group, row, key))
-        everywhere = at.everywhere(self.batch_size, self.head_count)
-        return Bound(Predicate(everywhere, self.related, at.q_start))
+            return at.bind_pairs(row, key, group)
+        return super()._bind(at)
 
     @property
     def T(self) -> Relation:
         return Dense(self.mask.transpose(-1, -2))
-
-
-def _runs(flat: Any) -> tuple[Ints, Ints]:
-    """First and last + 1 flat index of every run of True within a row."""
-    begins = flat.copy()
-    begins[:, 1:] &= ~flat[:, :-1]
-    ends = flat.copy()
-    ends[:, :-1] &= ~flat[:, 1:]
-    return np.flatnonzero(begins), np.flatnonzero(ends) + 1

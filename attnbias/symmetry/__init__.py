@@ -1,7 +1,12 @@
 """The theory of relations, computed: their properties, their order by inclusion, and their symmetries.
 
-A relation among n tokens is a directed graph with loops. What attention over it can tell apart follows from
-that graph: a permutation of the tokens that maps it to itself passes through the layer, and no other does.
+A relation among n tokens is a directed graph with loops. That graph decides what attention can distinguish: a
+permutation of the tokens commutes with the layer if and only if it maps the graph to itself.
+
+Modules: ``properties`` (reflexive, transitive, acyclic, ...), ``inclusion`` (the order of relations),
+``groups`` (automorphisms, and how far a layer is from commuting with a permutation), ``claims`` (the paper's
+statements as checks), ``theory`` (the report of ``attnbias theory``). A new claim is a function of ``claims``
+with the decorator ``_claim``.
 """
 
 from .groups import Automorphisms, automorphisms, equivariance

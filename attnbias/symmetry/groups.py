@@ -1,8 +1,9 @@
-"""Symmetries of a relation: the group of permutations that leave it as it is, and what passes through."""
+"""Symmetries of a relation: the permutations that leave it unchanged and commute with a layer."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,31 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import as_count, as_indices
 from ..relations import Relation
-from ..relations.relation import as_count, as_indices
 
 Partition = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Automorphisms:
-    """The permutations of tokens that leave a relation as it is: ``related(p[i], p[j]) == related(i, j)``.
+    """The permutations of tokens that leave a relation unchanged: ``related(p[i], p[j]) == related(i, j)``.
 
-    With keys of their own a permutation is of all points, the queries before the keys.
+    Where the keys are separate tokens, a permutation is over all points, queries before keys.
     """
 
     points: int
-    order: int  # how many there are
-    generators: tuple[tuple[int, ...], ...]  # whose products are all of them
+    order: int  # the number of permutations
+    generators: tuple[tuple[int, ...], ...]  # every permutation is a product of these
 
     @cached_property
     def orbits(self) -> Partition:
-        """Points that can be moved to one another."""
+        """Sets of points that can be moved to one another."""
         return _join(self.points, ((i, p[i]) for p in self.generators for i in range(self.points)))
 
     @property
     def name(self) -> str:
-        """The group by its usual name where it is a product of symmetric ones, a cyclic one or trivial.
+        """The group's usual name if it is trivial, cyclic or a product of symmetric groups; else its order.
 
         Example:
             >>> import attnbias as ab
@@ -52,9 +53,9 @@ class Automorphisms:
         return f"order {self.order}"
 
     def blocks(self) -> tuple[Partition, ...]:
-        """Block systems: partitions that every automorphism maps to themselves, each from one pair joined.
+        """Find block systems: partitions that every automorphism maps to themselves, each by joining a pair.
 
-        Those of single points and of all in one are left out.
+        The two trivial ones (single points; all in one block) are left out.
 
         Example:
             >>> import attnbias as ab
@@ -70,7 +71,7 @@ class Automorphisms:
         return tuple(found)
 
     def _close(self, i: int, j: int) -> Partition:
-        """The finest invariant partition in which two points share a block."""
+        """Return the finest invariant partition in which two points share a block."""
         joined, pairs = {(i, j)}, [(i, j)]
         while pairs:
             a, b = pairs.pop()
@@ -85,13 +86,13 @@ class Automorphisms:
 def automorphisms(relation: Relation, n: int, keys: int | None = None) -> Automorphisms:
     """Find the symmetry group of a relation, with igraph's BLISS.
 
-    Batches, heads and the multiplicity of edges are kept by every automorphism: they matter to attention.
+    An automorphism keeps batches, heads and the multiplicity of edges, since attention depends on them.
 
     Args:
-        relation: among n tokens.
-        n: tokens, or queries if ``keys`` is given.
-        keys: number of keys where they are other tokens than the queries, as in encoder-decoder attention;
-            queries and keys are then permuted apart.
+        relation: a relation among n tokens.
+        n: number of tokens, or of queries if ``keys`` is given.
+        keys: number of keys if they are not the queries' tokens, as in encoder-decoder attention; queries and
+            keys are then permuted separately.
 
     Raises:
         ImportError: without igraph.
@@ -105,18 +106,18 @@ def automorphisms(relation: Relation, n: int, keys: int | None = None) -> Automo
     try:
         import igraph
     except ImportError as error:
-        raise ImportError("automorphisms: wanted igraph (pip install igraph), which is not there") from error
+        raise ImportError(
+            "automorphisms: wanted igraph (pip install igraph), which is not installed"
+        ) from error
     n = as_count("n", n)
     offset = n if keys is not None else 0
     points = n + (as_count("keys", keys) if keys is not None else 0)
     kinds = _pair_kinds(relation, n, n if keys is None else keys)
-    # BLISS colours vertices, not edges: what a token is to itself is its colour, the most frequent kind of
-    # pair an arrow, and any other kind a vertex of that colour in the middle of one.
+    # BLISS colours vertices, not edges. So a token's colour is the kind of its loop; the most frequent kind
+    # of pair is a plain arrow; any other kind is an arrow with a vertex of that colour in the middle.
     loops = {i: kind for (i, k), kind in kinds.items() if keys is None and i == k}
     arrows = {(i, k + offset): kind for (i, k), kind in kinds.items() if keys is not None or i != k}
-    counts: dict[tuple[int, ...], int] = {}
-    for kind in arrows.values():
-        counts[kind] = counts.get(kind, 0) + 1
+    counts = Counter(arrows.values())
     plain = max(counts, key=lambda kind: counts[kind], default=())
     names: dict[object, int] = {}
 
@@ -141,7 +142,7 @@ def automorphisms(relation: Relation, n: int, keys: int | None = None) -> Automo
 
 
 def _pair_kinds(relation: Relation, q_len: int, k_len: int) -> dict[tuple[int, int], tuple[int, ...]]:
-    """For each pair that some batch and head relates, how often each of them does."""
+    """Map each pair that any batch and head relates to its multiplicity in each of them."""
     relation.check(q_len, k_len)
     b = torch.arange(relation.batch_size or 1).view(-1, 1, 1, 1)
     h = torch.arange(relation.head_count or 1).view(-1, 1, 1)
@@ -155,7 +156,7 @@ def _pair_kinds(relation: Relation, q_len: int, k_len: int) -> dict[tuple[int, i
 
 
 def _join(points: int, pairs: Iterable[tuple[int, int]]) -> Partition:
-    """The partition in which each pair shares a part; parts and their members in order."""
+    """Return the partition in which each pair shares a part; parts and their members are in order."""
     parent = list(range(points))
 
     def root(i: int) -> int:
@@ -174,7 +175,7 @@ def _join(points: int, pairs: Iterable[tuple[int, int]]) -> Partition:
 
 
 def _cycle_length(permutation: Sequence[int]) -> int:
-    """How many points the cycle of the first moved one has."""
+    """Return the length of the cycle of the first moved point."""
     start = next((i for i, j in enumerate(permutation) if i != j), 0)
     length, at = 1, permutation[start]
     while at != start:
@@ -196,11 +197,11 @@ def equivariance(
     Args:
         layer_or_op: a layer of ``attnbias.nn`` (called as ``layer(x, relation=relation)``), or a function
             called as ``attention(query, key, value, relation)``.
-        relation: among ``len(permutation)`` tokens.
+        relation: a relation among ``len(permutation)`` tokens.
         permutation: P, ``(P x)[i] = x[permutation[i]]``.
-        size: features of a token, where no layer's ``d_model`` says it.
-        dtype: of the tokens.
-        seed: of the tokens.
+        size: features per token, unless the layer has a ``d_model``.
+        dtype: dtype of the tokens.
+        seed: seed of the tokens.
 
     Returns:
         The largest difference at each token, [n]: 0 up to rounding if P is an automorphism of the relation.

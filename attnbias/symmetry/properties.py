@@ -1,4 +1,4 @@
-"""Properties of a relation among n tokens, as of any relation or directed graph."""
+"""Properties of a relation among n tokens, seen as a directed graph."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from ..layouts.intervals import Intervals, Ints
 from ..relations import Relation
+from ..sets.intervals import Intervals, Ints
 
 
 @dataclass(frozen=True)
 class Properties:
-    """What holds of a relation among n tokens; print it for a list of what does."""
+    """Properties of a relation among n tokens; print it to list those that hold."""
 
-    complete: bool  # every pair
-    reflexive: bool  # every token with itself
-    symmetric: bool  # both ways or not at all
-    antisymmetric: bool  # never both ways, but with itself
+    complete: bool  # every pair is related
+    reflexive: bool  # every token is related to itself
+    symmetric: bool  # each pair is related both ways or not at all
+    antisymmetric: bool  # no two tokens are related both ways
     transitive: bool  # the neighbours of neighbours are neighbours
-    total_order: bool  # reflexive, antisymmetric, transitive, and any two are related
-    acyclic: bool  # no way back, loops aside
-    unique_topological_order: bool  # acyclic, and one order alone has all arrows pointing back
-    bipartite: bool  # two classes with no pair inside either; a loop is such a pair
-    regular: bool  # as many keys for every query, as many queries for every key
-    translation_invariant: bool  # a matter of q - k, away from the borders
+    total_order: bool  # reflexive, antisymmetric, transitive, and any two tokens are related
+    acyclic: bool  # no cycles other than loops
+    unique_topological_order: bool  # acyclic, with exactly one order in which all arrows point back
+    bipartite: bool  # two classes with no pair inside either (so no loops)
+    regular: bool  # every query has as many keys, every key as many queries
+    translation_invariant: bool  # depends only on q - k, away from the borders
 
     def __str__(self) -> str:
         held = [each.name.replace("_", " ") for each in fields(self) if getattr(self, each.name)]
@@ -35,14 +35,14 @@ class Properties:
 def properties(relation: Relation, n: int) -> Properties:
     """Compute the properties of a relation among n tokens.
 
-    Takes time and memory of its pairs; that of transitivity is n / 8 times as many bytes read.
+    Time and memory grow with its pairs; transitivity reads n / 8 bytes per pair.
 
     Args:
-        relation: the same for all batches and heads.
-        n: tokens.
+        relation: a relation that is the same for all batches and heads.
+        n: number of tokens.
 
     Raises:
-        ValueError: if it differs between batches or heads.
+        ValueError: if the relation differs between batches or heads.
 
     Example:
         >>> import attnbias as ab
@@ -53,7 +53,7 @@ def properties(relation: Relation, n: int) -> Properties:
     row, key = _pairs(relation, n, n)
     pairs = len(row)
     loops = int((row == key).sum())
-    both = int(np.isin(row * n + key, key * n + row).sum())  # pairs whose reverse is related as well
+    both = int(np.isin(row * n + key, key * n + row).sum())  # pairs whose reverse is related too
     reflexive, antisymmetric = loops == n, both == loops
     transitive = _is_transitive(row, key, n)
     acyclic, unique = _is_acyclic(row, key, n)
@@ -74,7 +74,7 @@ def properties(relation: Relation, n: int) -> Properties:
 
 
 def _pairs(relation: Relation, q_len: int, k_len: int) -> tuple[Ints, Ints]:
-    """Every pair once, sorted."""
+    """List every pair once, sorted."""
     bound = relation.bind(q_len, k_len)
     if bound.group.max(initial=0) > 0:
         raise ValueError(f"relation: wanted one for all batches and heads, got {relation!r}")
@@ -91,7 +91,7 @@ def _pairs(relation: Relation, q_len: int, k_len: int) -> tuple[Ints, Ints]:
 
 
 def _is_transitive(row: Ints, key: Ints, n: int) -> bool:
-    """Whether the keys of a token's keys are its own, on rows of bits."""
+    """Return whether the keys of a token's keys are its own keys, using rows of bits."""
     keys = _csr(row, key, n)
     bits = np.zeros((n, n), bool)
     bits[row, key] = True
@@ -104,18 +104,18 @@ def _is_transitive(row: Ints, key: Ints, n: int) -> bool:
 
 
 def _csr(row: Ints, key: Ints, n: int) -> Callable[[int], Ints]:
-    """The keys of each row of sorted pairs."""
+    """Return a function from a row to its keys, for sorted pairs."""
     ptr = np.searchsorted(row, np.arange(n + 1))
     return lambda token: key[ptr[token] : ptr[token + 1]]
 
 
 def _is_acyclic(row: Ints, key: Ints, n: int) -> tuple[bool, bool]:
-    """Whether there is a topological order, and whether there is one only; loops do not count."""
+    """Return whether there is a topological order, and whether it is unique; loops do not count."""
     proper = row != key
     row, key = row[proper], key[proper]
     order = np.argsort(key, kind="stable")
     asked_by = _csr(key[order], row[order], n)
-    waiting = np.bincount(row, minlength=n)  # keys that have yet to be placed
+    waiting = np.bincount(row, minlength=n)  # number of keys not placed yet
     ready = np.flatnonzero(waiting == 0).tolist()
     placed, unique = 0, True
     while ready:
@@ -148,10 +148,10 @@ def _is_bipartite(row: Ints, key: Ints, n: int) -> bool:
 
 
 def is_translation_invariant(relation: Relation, n: int) -> bool:
-    """Whether (q, k) is related exactly if (q + 1, k + 1) is, wherever all four are among n tokens.
+    """Return whether (q, k) is related exactly if (q + 1, k + 1) is, wherever all four are among n tokens.
 
     This is what "equivariant to translations" can mean for a finite sequence: a translation moves tokens in
-    and out at the borders, and the rows whose keys are cut there differ.
+    and out at the borders, and rows whose keys are cut off there differ.
     """
     if relation.stationary or n < 2:
         return True

@@ -1,4 +1,4 @@
-"""``attnbias theory``: the paper's mechanisms computed from their relations, and its claims checked."""
+"""The report of ``attnbias theory``: the paper's mechanisms, analysed by their relations, and its claims."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import dispatch
-from ..ops import attention
-from ..problem import Problem
+from ..attention import attention
+from ..op import dispatch
+from ..op.problem import Problem
 from ..relations import Bipartite, Causal, Full, Graph, Neighbors, Relation, Window
 from .claims import CLAIMS, MEMORY, PREVIOUS, TOKENS, Attend, Claim
 from .groups import automorphisms
@@ -18,13 +18,13 @@ from .properties import properties
 
 
 class Mechanism(NamedTuple):
-    """A row of the table: what is computed from, and what is only named."""
+    """A row of the table: a relation to analyse, and names that are only printed."""
 
     name: str
     relation: Relation
     tokens: int
     model: str  # named in the paper
-    data: str  # named, not computed
+    data: str  # named in the paper
 
 
 _GRAPH = Graph(torch.tensor([[1, 0, 2, 1, 3, 2, 4, 2], [0, 1, 1, 2, 2, 3, 2, 4]]), num_nodes=TOKENS)
@@ -43,19 +43,19 @@ MECHANISMS = (
 
 
 def report() -> tuple[str, bool]:
-    """The text of ``attnbias theory``, and whether every claim held on every backend that could run it."""
+    """Return the text of ``attnbias theory``, and whether every claim held wherever it could run."""
     lines = [f"Mechanisms, computed from their relations among {TOKENS} tokens", ""]
     for mechanism in MECHANISMS:
         relation, tokens = mechanism.relation, mechanism.tokens
         groups = [automorphisms(relation, tokens)]
-        if isinstance(relation, Bipartite):  # the same, as a layer has it: queries and keys apart
+        if isinstance(relation, Bipartite):  # as a layer sees it: queries and keys permuted separately
             groups.append(automorphisms(Full(), TOKENS, keys=MEMORY))
         names = [group.name + (f", order {group.order}" if "_" in group.name else "") for group in groups]
         lines += [
             f"{mechanism.name}: {relation!r}"
             + (f" among {tokens}: {TOKENS} queries, {MEMORY} keys" if len(groups) > 1 else ""),
             f"    properties   {properties(relation, tokens)}",
-            f"    symmetries   {'; queries and keys apart: '.join(names)}",
+            f"    symmetries   {'; queries and keys separately: '.join(names)}",
             f"    named, not computed: {mechanism.model}; {mechanism.data}",
         ]
     lines.append("")
@@ -75,7 +75,7 @@ def report() -> tuple[str, bool]:
 
 
 def backends() -> dict[str, Attend]:
-    """Attention on each backend by name."""
+    """Return attention on each backend, by name."""
 
     def named(name: str) -> Attend:
         def attend(query: Tensor, key: Tensor, value: Tensor, relation: Relation) -> Tensor:
@@ -89,19 +89,19 @@ def backends() -> dict[str, Attend]:
 
 
 def _device(name: str) -> str:
-    """Where a backend is tried."""
+    """Return the device on which a backend is tried."""
     return "cuda" if dispatch.KERNELS["cuda"] == name and torch.cuda.is_available() else "cpu"
 
 
 def why_not(name: str, relation: Relation) -> list[str]:
-    """Why a backend cannot run a claim on this relation."""
+    """List why a backend cannot run a claim on this relation."""
     query = torch.zeros(1, 1, TOKENS, 8, device=_device(name))
     memory = query.new_zeros(1, 1, relation.lengths[1] or TOKENS, 8)
     return dispatch.BACKENDS[name].why_not(Problem(query, memory, memory[..., :6], relation))
 
 
 def _try_backends(claim: Claim) -> tuple[str, bool]:
-    """What became of a claim on each backend, and whether it held wherever it could be tried."""
+    """Describe a claim's outcome on each backend, and return whether it held wherever it could run."""
     passed, failed, refused = [], [], []
     for name, attend in backends().items():
         if why_not(name, claim.relation):
@@ -109,7 +109,7 @@ def _try_backends(claim: Claim) -> tuple[str, bool]:
             continue
         try:
             faults = claim.faults(attend)
-        except NotImplementedError:  # of another relation that the claim compares with
+        except NotImplementedError:  # raised for another relation that the claim uses
             refused.append(name)
             continue
         if faults:

@@ -1,4 +1,4 @@
-"""Counts of compiled code, ours beside FlexAttention's; no GPU is needed.
+"""Counts of compiled code, ours next to FlexAttention's; no GPU is needed.
 
 Figures are of three kinds, and every one is printed with its kind:
 
@@ -7,4 +7,9 @@ Figures are of three kinds, and every one is printed with its kind:
 - emulated: counted while the compiled code was executed on the CPU.
 
 None of them is a time, and no ratio of them a speed-up.
+
+``ours`` and ``flex`` compile the two sides, ``edges`` and ``levels`` our kernels of edges and of multi-level
+scores. ``sass`` reads machine code, ``flow`` finds its loops, ``issue`` models how it is issued on the GPUs
+of ``arch``, ``work`` counts multiply-adds. ``count`` runs all of it, ``figures`` names and keeps the results,
+``table`` prints them, ``gate`` compares them with floors and with those in counts.json.
 """

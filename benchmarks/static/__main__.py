@@ -1,4 +1,4 @@
-"""``python -m attnbias.benchmarks.static``: counts of compiled code beside FlexAttention's; no GPU needed."""
+"""Count compiled GPU code, ours and FlexAttention's; needs no GPU."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m attnbias.benchmarks.static", description=__doc__)
     parser.add_argument("--sm", type=lambda text: [int(x) for x in text.split(",")], default=sorted(ARCH))
     parser.add_argument("--gate", action="store_true", help="fail where a floor breaks or a count got worse")
-    parser.add_argument("--store", action="store_true", help=f"keep the counts in {STORE.name}")
-    parser.add_argument("--rebuild", action="store_true", help="build FlexAttention's kernels, stored or not")
-    parser.add_argument("--jobs", type=int, default=2, help="processes that compile")
+    parser.add_argument("--store", action="store_true", help=f"store the counts in {STORE.name}")
+    parser.add_argument("--rebuild", action="store_true", help="compile FlexAttention's kernels again")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes (2)")
     parser.add_argument("--counts", type=Path, default=STORE, help="the file of stored counts")
     options = parser.parse_args()
     torch_version, triton_version = versions()
@@ -60,7 +60,7 @@ def main() -> None:
         before = _stored(name, options, True)
         faults += gate.worse(counted[name], before)
         if not before:
-            print(f"\nnothing is stored to compare with: {name}")
+            print(f"\nno stored counts to compare with: {name}")
     faults += [fault for x in works for fault in x.faults()]
     print(f"\n{len(faults)} floors broken or counts worse than stored" + "".join(f"\n  {x}" for x in faults))
     if options.gate and faults:

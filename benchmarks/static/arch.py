@@ -1,9 +1,9 @@
-"""What the models assume of each GPU."""
+"""The models' assumptions about each GPU."""
 
 from typing import NamedTuple
 
-REGISTERS = 65536  # of an SM
-TENSOR_COLUMNS = 512  # of an SM's tensor memory
+REGISTERS = 65536  # per SM
+TENSOR_COLUMNS = 512  # of tensor memory, per SM
 RESERVED = 1024  # bytes of shared memory that the driver keeps for each block
 
 
@@ -29,7 +29,7 @@ class Arch(NamedTuple):
 
     @property
     def smem_cta(self) -> int:
-        """Shared memory that one block may have."""
+        """Return the bytes of shared memory that one block may have."""
         return self.smem - RESERVED
 
 
@@ -44,7 +44,7 @@ ARCH = {
 
 
 class Occupancy(NamedTuple):
-    """How many blocks an SM holds at once, and what keeps it from holding more."""
+    """The number of blocks that an SM holds at once, and what limits it."""
 
     ctas: int
     limiter: str
@@ -55,10 +55,10 @@ def occupancy(cc: int, regs: int, threads: int, smem: int, tmem: int = 0) -> Occ
 
     Args:
         cc: compute capability x 10.
-        regs: registers of a thread.
-        threads: of a block.
-        smem: bytes of shared memory of a block.
-        tmem: columns of tensor memory of a block.
+        regs: registers per thread.
+        threads: threads per block.
+        smem: bytes of shared memory per block.
+        tmem: columns of tensor memory per block.
     """
     arch = ARCH[cc]
     warps = -(-threads // 32)

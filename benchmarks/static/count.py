@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .. import report
+from ..measure import terminal as report
 from . import edges, levels
 from .edges import Figures as EdgeFigures
 from .figures import STORE, Table, load
 from .levels import CAPABILITIES as WITH_LEVELS
 from .levels import Figures as LevelFigures
 
-PEERED = (80, 90, 100, 120)  # with FlexAttention's kernels beside ours
+PEERED = (80, 90, 100, 120)  # compared with FlexAttention's kernels
 SIZES = (64, 128)
 TILES = (128, 64)
 
@@ -27,7 +27,7 @@ def count_ours(cc: int) -> Table:
 
 
 def count_flex(cc: int, d: int) -> Table:
-    """Count FlexAttention's loops; in a process of its own, of which it changes torch."""
+    """Count FlexAttention's loops; call it in a process of its own, because it patches torch."""
     from . import flex
 
     return flex.measure(cc, d)
@@ -44,7 +44,7 @@ def count_levels(cc: int) -> list[LevelFigures]:
 
 
 def versions() -> tuple[str, str]:
-    """Return the versions of torch, without the build's name, and of Triton."""
+    """Return the versions of torch, without the build suffix, and of Triton."""
     import torch
     import triton
 
@@ -52,7 +52,7 @@ def versions() -> tuple[str, str]:
 
 
 class Counts(NamedTuple):
-    """What was counted: loops over tiles, ours and FlexAttention's, over edges, and of multi-level scores."""
+    """Counted loops: over tiles, ours and FlexAttention's; over edges; of multi-level scores."""
 
     ours: Table
     peer: Table
@@ -61,7 +61,7 @@ class Counts(NamedTuple):
 
 
 def count(capabilities: Sequence[int], jobs: int, rebuild: bool, path: Path = STORE) -> Counts:
-    """Count ours, and FlexAttention's where they are not stored or are to be built again."""
+    """Count ours, and FlexAttention's if they are not stored or ``rebuild`` is set."""
     stored = load(peer_name(), path)
     peered = [cc for cc in capabilities if cc in PEERED]
     known = set() if rebuild else {(key.sm, key.d) for key in stored}

@@ -1,11 +1,11 @@
-"""The edge kernels, counted beside one that takes an edge at a time.
+"""Counts of the edge kernels, compared with a kernel that takes one edge at a time.
 
-Run alone: ``python -m attnbias.benchmarks.static.edges``. Instructions of an edge are those of the loop's
-warps for one trip, over the edges of that trip. Bytes in flight are what the gathers of the warps on an SM
-have on their way at most, by the scoreboards that they wait for, as a multiple of bandwidth x latency of the
-GPU's memory over its SMs (Little's law); the latencies are assumed.
+Also a command: ``python -m attnbias.benchmarks.static.edges``. Instructions per edge are those of the loop's
+warps for one trip, over the edges of that trip. Bytes in flight are the most that the gathers of the warps on
+an SM have pending, by the scoreboards that they wait for, as a multiple of the memory's bandwidth x latency
+over the number of SMs (Little's law); the latencies are assumed.
 """
-# Types of kernels come from their arguments, at compile time:
+# Kernels get their types from their arguments, at compile time:
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 
 import attnbias as ab
-from attnbias.problem import Call
+from attnbias.backends.call import Call, Inputs, Needs
 
-from .. import report
+from ..measure import terminal as report
 from .arch import ARCH
 from .ours import recording
 from .sass import SPILLS, Compiled, Ins, disasm, hot_loops, measure, resources, width
@@ -42,7 +42,7 @@ MEMORY = {
     120: (1.79e12, 600e-9),
 }
 
-# Floors: how many times fewer instructions an edge takes. Triton 3.9 compiles the yardstick better at 1 x 64.
+# Floors: how many times fewer instructions an edge takes. Triton 3.9 improves the yardstick at 1 x 64.
 FEWER = {(1, 64): 25.0, (4, 32): 5.0, (8, 16): 5.0, (8, 64): 1.9}
 FEWER_39 = FEWER | {(1, 64): 11.0}
 IN_FLIGHT = 1.5
@@ -50,7 +50,7 @@ IN_FLIGHT = 1.5
 
 @triton.jit
 def one_at_a_time(q, k, v, ptr, keys, out, lse, scale, node, head, H: tl.constexpr, D: tl.constexpr):
-    """The yardstick: a program for each row, one edge after the other, all heads at once."""
+    """Compute the yardstick: one program per row, one edge after the other, all heads at once."""
     i = tl.program_id(0)
     h = tl.arange(0, H)
     inside = h[:, None] * head + tl.arange(0, D)[None, :]
@@ -76,14 +76,14 @@ def one_at_a_time(q, k, v, ptr, keys, out, lse, scale, node, head, H: tl.constex
 
 
 class Figures(NamedTuple):
-    """What was counted in a kernel's loop over edges; all static but ``in_flight``, which is modelled."""
+    """The counts of a kernel's loop over edges; all static but ``in_flight``, which is modelled."""
 
     sm: int
     heads: int
     size: int
     which: str  # pass, or "naive"
-    instructions: float  # of an edge
-    outside: int  # of a program, outside of the loop
+    instructions: float  # per edge
+    outside: int  # per program, outside the loop
     regs: int
     warps: int  # on an SM
     in_flight: float  # gathered bytes, as a multiple of what the memory needs
@@ -93,7 +93,7 @@ class Figures(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Say which loop this is."""
+        """Return the name of the loop."""
         return f"sm_{self.sm} {self.heads}x{self.size} {self.which}"
 
 
@@ -102,8 +102,8 @@ def build(
     H: int,
     D: int,
     dtype: torch.dtype = torch.float16,
-    spec: str = "",
-    tensors: tuple[torch.Tensor, ...] = (),
+    score: ab.AdditiveScore | None = None,
+    **more: torch.Tensor,
 ) -> dict[str, Compiled]:
     """Compile the passes as a training step over a graph launches them, and the yardstick.
 
@@ -112,8 +112,8 @@ def build(
         H: heads.
         D: head size.
         dtype: of the inputs.
-        spec: score and terms of the call, if any.
-        tensors: what it names, all of which get gradients.
+        score: None for the dot product.
+        **more: further inputs of the call; they get gradients too.
     """
     from attnbias.backends import triton as adapter
 
@@ -121,10 +121,10 @@ def build(
     graph = ab.Graph(torch.stack((torch.arange(EDGES) * 7 % NODES, row)), num_nodes=NODES)
     layout = ab.Layout.build(graph, NODES, NODES, form="edges")
     q, k, v, grad = (torch.empty(1, NODES, H, D, dtype=dtype).transpose(1, 2) for _ in range(4))
-    call = Call(q, k, v, layout, tensors, None, None, D**-0.5, 0.0, 0.0, spec)
+    call = Call(Inputs(q, k, v, **more), layout, D**-0.5, score=score)
     with recording(cc) as launched:
         out, lse = adapter.forward(call)
-        adapter.backward(call, out, lse, grad, None, [True, True, True, False] + [True] * len(tensors))
+        adapter.backward(call, out, lse, grad, None, Needs(True, True, True, **dict.fromkeys(more, True)))
         one_at_a_time[NODES,](
             *(q, k, v, layout.edge_ptr, layout.edge_key, out, lse, D**-0.5, H * D, D),
             H=H,
@@ -138,7 +138,7 @@ def build(
 
 
 def in_flight(body: Sequence[Ins]) -> int:
-    """Return the most bytes that one warp's gathers, of 16 bytes a lane, have on their way at once."""
+    """Return the most bytes that one warp's gathers, of 16 bytes per lane, have in flight at once."""
     out: Counter[int] = Counter()  # by scoreboard
     most = 0
     for x in [*body, *body, *body]:
@@ -153,7 +153,7 @@ def in_flight(body: Sequence[Ins]) -> int:
 
 def figures(kernel: Compiled, which: str, H: int, D: int) -> Figures:
     """Count a kernel's loop over edges: the innermost one with the most loads."""
-    from attnbias.kernels.edge_launch import choose_shape
+    from attnbias.kernels.edges.launch import choose_shape
 
     regs, _, ctas, _ = resources(kernel)
     section = max(disasm(kernel.cubin), key=lambda x: len(x.ins))
@@ -164,8 +164,8 @@ def figures(kernel: Compiled, which: str, H: int, D: int) -> Figures:
     shape = choose_shape(H, D, D, 2)
     edges = shape.STEP * shape.LANES / shape.BLOCKS
     if which == "naive":
-        edges = loop.ops["LDG"] / 3  # a key's number, its K and its V: the assembler may unroll
-    # Slow ways and the pieces of long rows stand behind the first way out.
+        edges = loop.ops["LDG"] / 3  # a key's number, K and V; the assembler may unroll
+    # Slow paths and the pieces of long rows come after the first exit.
     end = next(i for i, x in enumerate(section.ins) if x.base == "EXIT") + 1
     bandwidth, latency = MEMORY[kernel.cc]
     flying = in_flight([section.ins[i] for i in body]) * ctas * kernel.warps * ARCH[kernel.cc].sms
@@ -197,7 +197,7 @@ def count(capabilities: Sequence[int], shapes: Sequence[tuple[int, int]] = SHAPE
 
 
 def broken_floors(found: Sequence[Figures], version: tuple[int, int]) -> list[str]:
-    """Say which floors break."""
+    """Return which floors break."""
     fewer = FEWER if version < (3, 9) else FEWER_39
     naive = {(x.sm, x.heads, x.size): x for x in found if x.which == "naive"}
     faults = []
@@ -223,7 +223,7 @@ def broken_floors(found: Sequence[Figures], version: tuple[int, int]) -> list[st
 
 
 def show(found: Sequence[Figures]) -> None:
-    """Print the loops; those of the forward with the yardstick's beside them."""
+    """Print the loops; forward loops next to the yardstick's."""
     naive = {(x.sm, x.heads, x.size): x for x in found if x.which == "naive"}
     columns = (
         *(

@@ -1,4 +1,4 @@
-"""The figures of one loop, what names them, and the file that keeps them."""
+"""The figures of one loop, their keys, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOOPS = ("unmasked", "masked")
 
 
 class Key(NamedTuple):
-    """Names a loop: that of one pass over full (unmasked) or partial (masked) tiles."""
+    """The key of a loop: one pass over full (unmasked) or partial (masked) tiles."""
 
     sm: int  # compute capability x 10
     d: int  # head size
@@ -32,20 +32,20 @@ class Key(NamedTuple):
         return f"sm_{self.sm} D={self.d}{lists} {PASSES[self.which]} {self.loop}"
 
     def order(self) -> tuple[int, ...]:
-        """Where the loop stands in a table."""
+        """Return the loop's place in a table."""
         return self.sm, self.d, -self.tile, list(PASSES).index(self.which), LOOPS.index(self.loop)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What was counted in a loop; ``bound`` and ``model`` are modelled, the rest is static.
+    """The counts of a loop; ``bound`` and ``model`` are modelled, the rest is static.
 
-    Instructions are a block's warp instructions for a million floating-point operations of tensor work.
+    Instructions are a block's warp instructions per million floating-point operations of tensor work.
     """
 
     config: str
     regs: int
-    spills: int  # instructions of a warp
+    spills: int  # instructions per warp
     ctas: int
     instructions: float
     fma: float
@@ -58,7 +58,7 @@ class Figures:
 
     @classmethod
     def of(cls, report: Report, loop: Loop, config: str) -> Figures:
-        """Read them off a report."""
+        """Read the figures from a report."""
         counts = {name: round(loop.per_mflop(loop.counts[name]), 1) for name in ("fma", "alu", "xu", "lsu")}
         return cls(
             config,
@@ -76,7 +76,7 @@ class Figures:
 def loops_of(report: Report, which: str, d: int, area: int) -> dict[str, Loop]:
     """Find the unmasked and the masked loop of a pass among a kernel's loops.
 
-    The pass is known by the work of its tiles, and the masked loop by its additional integer work.
+    A pass is recognised by the work of its tiles, the masked loop by its additional integer work.
 
     Args:
         report: the kernel.
@@ -85,7 +85,7 @@ def loops_of(report: Report, which: str, d: int, area: int) -> dict[str, Loop]:
         area: queries x keys of its tiles.
 
     Raises:
-        ValueError: there are not exactly two such loops.
+        ValueError: if there are not exactly two such loops.
     """
     flops = 2 * PRODUCTS[which] * area * d
     found = sorted((x for x in report.loops if x.flops == flops), key=lambda x: x.per_mflop(x.counts["alu"]))
@@ -109,7 +109,7 @@ def _parse(text: str) -> Key:
 
 
 def rows_of(table: Table) -> Rows:
-    """Return figures by the loops' names, as they are stored."""
+    """Return figures by the names of their loops, as they are stored."""
     return {str(key): asdict(table[key]) for key in sorted(table, key=Key.order)}
 
 
@@ -125,7 +125,7 @@ def load(name: str, path: Path = STORE) -> Table:
 
 
 def store(found: Mapping[str, Rows], path: Path = STORE) -> None:
-    """Write figures beside those of other names that are there: a line for each loop, to see what changed."""
+    """Write figures, keeping those of other names; one line per loop makes changes easy to see."""
     kept = {**(json.loads(path.read_text()) if path.is_file() else {}), **found}
     parts = []
     for name in sorted(kept):

@@ -37,7 +37,7 @@ class Peer(NamedTuple):
 
 
 def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Score mask of the masked loops: FlexAttention computes it from indices."""
+    """Return the mask of the masked loops, which FlexAttention computes from indices."""
     return q >= k
 
 
@@ -125,7 +125,7 @@ def _trace(d: int, mask: Callable[..., Any], dtype: str) -> list[tuple[Any, Any]
 
 # ------------------------------------------------------------------------ lower for a described device
 class _Lowered(Exception):
-    """No error: it carries Inductor's output past what would need a GPU."""
+    """Not an error: carries Inductor's output past the steps that need a GPU."""
 
 
 def _replace(owner: Any, **members: Any) -> None:
@@ -134,7 +134,7 @@ def _replace(owner: Any, **members: Any) -> None:
 
 
 def _pretend(cc: int) -> None:
-    """Let torch and Triton believe that there is a GPU of this capability."""
+    """Make torch and Triton believe that there is a GPU of this capability."""
     import torch
     import torch._subclasses.fake_tensor as fake
     import torch.utils._triton as probes
@@ -190,7 +190,7 @@ def _pretend(cc: int) -> None:
 
 
 def _permute_strides(out: Any, like: tuple[int, ...]) -> Any:
-    """Stand in for torch's, which also copies: that needs a device."""
+    """Stand in for torch's function, which also copies and so needs a device."""
     import torch
 
     last = len(like) - 1

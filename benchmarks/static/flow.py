@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Instruction(Protocol):
-    """What control flow needs to know of an instruction."""
+    """The fields of an instruction that determine control flow."""
 
     @property
     def addr(self) -> int: ...
@@ -24,24 +24,24 @@ class Instruction(Protocol):
     def base(self) -> str: ...
 
 
-Blocks = dict[int, tuple[int, int]]  # place of its first instruction -> from, to
+Blocks = dict[int, tuple[int, int]]  # index of its first instruction -> from, to
 Successors = dict[int, list[int]]
 
 _ENDS = frozenset(("BRA", "JMP", "EXIT", "RET"))
 
 
 def cfg(ins: Sequence[Instruction], labels: Mapping[str, int]) -> tuple[Blocks, Successors]:
-    """Cut code into basic blocks, and say which may follow which.
+    """Split code into basic blocks, and return which may follow which.
 
     Raises:
-        ValueError: a jump through a table.
+        ValueError: if there is a jump through a table.
     """
     place = {x.addr: i for i, x in enumerate(ins)}
     target: dict[int, int] = {}
     leaders = {0, *(place[at] for at in labels.values() if at in place)}
     for i, x in enumerate(ins):
         if x.base == "BRX":
-            raise ValueError(f"a jump through a table at {x.addr:#x}")
+            raise ValueError(f"wanted direct jumps, got a jump through a table at {x.addr:#x}")
         named = re.findall(r"`\((\.L_\w+)\)", x.args)
         # ptxas jumps far with CALL.REL.NOINC.
         if x.base in ("BRA", "CALL") and named and labels.get(named[-1]) in place:
@@ -59,9 +59,7 @@ def _followers(ins: Sequence[Instruction], stop: int, blocks: Blocks, target: Ma
     last = ins[stop - 1]
     below = [stop] if stop in blocks else []
     if stop - 1 in target:
-        if (
-            ".DIV" in last.op
-        ):  # the slow way of a shuffle in a warp that has diverged; never taken in these kernels
+        if ".DIV" in last.op:  # the slow path of a shuffle in a diverged warp, never taken in these kernels
             return below
         is_conditional = (
             last.pred or re.match(r"!?U?P\d", last.args) or (".U" in last.op and "," in last.args)
@@ -71,7 +69,7 @@ def _followers(ins: Sequence[Instruction], stop: int, blocks: Blocks, target: Ma
 
 
 def loops(successors: Successors) -> dict[int, set[int]]:
-    """Find natural loops: the head of each -> its blocks. Edges into the middle of a loop are ignored."""
+    """Return the blocks of each natural loop by its head; edges into the middle of a loop are ignored."""
     before: dict[int, list[int]] = defaultdict(list)
     for block, after in successors.items():
         for follower in after:

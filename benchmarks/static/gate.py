@@ -1,4 +1,4 @@
-"""What the counts must keep: floors against FlexAttention's kernels, and the counts that are stored."""
+"""The limits of the counts: floors against FlexAttention's kernels, and the stored counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .figures import LOOPS, PASSES, Figures, Key, Rows, Table
 
-# Figures that are compared with stored ones, in words.
+# Figures that are compared with stored ones, and their names in messages.
 MORE_IS_WORSE = {
     "instructions": "instructions",
     "spills": "spills",
@@ -74,8 +74,8 @@ FLOORS: dict[tuple[int, int], dict[str, Floor]] = {
         "backward_key": Floor((0.75, 0.71), (0.68, 0.65), bound=_ALL, spills=(8, 8)),
     },
 }
-# Since Triton 3.9 LLVM keeps masks apart, and FlexAttention's masked loops are cheaper. A masked loop with a
-# floor here is not asked what its mask costs: that floor says more.
+# Since Triton 3.9 LLVM keeps masks apart, so FlexAttention's masked loops are cheaper. For a masked loop with
+# a floor here the cost of its mask is not checked: the floor is the stronger test.
 _SINCE_39 = {
     (80, 64, "forward", "masked"): 0.95,
     (80, 64, "backward_key", "masked"): 0.72,
@@ -86,7 +86,7 @@ _SINCE_39 = {
     (120, 64, "forward", "masked"): 0.90,
     (120, 128, "forward", "masked"): 1.00,
 }
-# There no configuration that was tried has the instructions of these floors and no spill at all.
+# No configuration that was tried there meets these floors without a spill.
 _SPILLS_SINCE_39 = {(100, 128, "forward"): (4, 5), (120, 64, "forward"): (0, 1)}
 
 
@@ -107,12 +107,12 @@ def most_spills(key: Key, version: tuple[int, int]) -> int:
 
 
 def goal(key: Key) -> float:
-    """Return what a loop should reach one day."""
+    """Return the long-term goal of a loop."""
     return FLOORS[key.sm, key.d][key.which].goal[LOOPS.index(key.loop)]
 
 
 def broken_floors(ours: Table, peer: Table, version: tuple[int, int]) -> list[str]:
-    """Say which floors break; every loop of FlexAttention's must have ours beside it."""
+    """Return which floors break; each of FlexAttention's loops must have a counterpart of ours."""
     found = [fault for key in peer for fault in _against_peer(key, ours.get(key), peer[key], version)]
     for sm, d in sorted({(key.sm, key.d) for key in peer}):
         for which in PASSES:
@@ -149,7 +149,7 @@ def _against_peer(key: Key, mine: Figures | None, peer: Figures, version: tuple[
 
 
 def worse(now: Rows, stored: Rows) -> list[str]:
-    """Say which counts got worse than the stored ones, or are no longer counted."""
+    """Return which counts got worse than the stored ones, or are missing."""
     found = []
     for loop, before in stored.items():
         if loop not in now:

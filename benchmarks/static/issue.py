@@ -28,7 +28,7 @@ LATENCY = {
     "other": 14,
 }
 COPY_LATENCY = 500  # of an asynchronous copy to shared memory
-QUEUE = 24  # cycles that the load and store unit may be behind before a warp waits for it
+QUEUE = 24  # cycles that the load and store unit may lag before a warp waits for it
 BARRIER = 10
 TRIPS = 6
 _IN_ORDER = frozenset(("fma", "alu", "xu", "uni"))
@@ -39,7 +39,7 @@ class Step(NamedTuple):
 
     base: str
     pipe: str
-    busy: float  # cycles that its pipe is taken
+    busy: float  # cycles for which it occupies its pipe
     latency: int
     stall: int
     wr: int
@@ -55,7 +55,7 @@ class Step(NamedTuple):
     def of(
         cls, base: str, op: str, args: str, pipe: str, busy: float, stall: int, wr: int, rd: int, wait: int
     ) -> Step:
-        """Read off the text of an instruction what it waits for."""
+        """Read from an instruction's text what it waits for."""
         is_async = pipe == "tensor" and "GMMA" in base
         if pipe == "tensor":
             latency = LATENCY["GMMA" if is_async else "HMMA"]
@@ -112,7 +112,7 @@ class _Warp:
         return at
 
     def issue(self, step: Step, now: float, free: dict[str, float]) -> None:
-        """Take the pipe, and set what waits for this step."""
+        """Occupy the pipe, and set when the things that later steps wait for are ready."""
         queues = step.is_async or step.pipe == "lsu"
         begin = max(now, free[step.pipe]) if queues else now
         free[step.pipe] = begin + step.busy
@@ -137,12 +137,12 @@ def simulate(body: Sequence[Step], warps: int, ctas: int, trips: int = TRIPS) ->
 
     Args:
         body: the loop's instructions.
-        warps: of a block.
+        warps: warps per block.
         ctas: blocks on the SM.
-        trips: simulated; the first and the last are dropped.
+        trips: trips to simulate; the first and the last are dropped.
 
     Raises:
-        RuntimeError: warps wait for each other for ever.
+        RuntimeError: if warps wait for each other forever.
     """
     per_cta = max(1, warps // 4)  # a block's warps on one of four sub-partitions
     crew = [_Warp(w % ctas) for w in range(per_cta * ctas)]
@@ -159,7 +159,7 @@ def simulate(body: Sequence[Step], warps: int, ctas: int, trips: int = TRIPS) ->
         if not able:
             now = max(now + 1, math.ceil(min(at for at, _ in times)))
             continue
-        warp = min(able, key=lambda w: (w.trip, w.at))  # the one that is most behind
+        warp = min(able, key=lambda w: (w.trip, w.at))  # the one furthest behind
         step = body[warp.at]
         warp.issue(step, now, free)
         if step.is_barrier:

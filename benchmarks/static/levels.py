@@ -1,7 +1,7 @@
-"""The kernels of multi-level scores, counted beside plain ones of the same tile.
+"""Counts of the kernels of multi-level scores, compared with plain kernels of the same tile.
 
-Run alone: ``python -m attnbias.benchmarks.static.levels``. A loop over full tiles is known by its tensor
-work: that of its prefix in the products over the head's dims, and all in those over the values.
+Also a command: ``python -m attnbias.benchmarks.static.levels``. A loop over full tiles is recognised by its
+tensor work: its prefix in the products over the head's dims, and all dims in those over the values.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 import triton
 
 import attnbias as ab
-from attnbias.kernels import launch
-from attnbias.kernels.config import Config, Pass, Target, candidates
-from attnbias.problem import Call
+from attnbias.backends.call import Call, Inputs, Needs
+from attnbias.kernels.launch import launch
+from attnbias.kernels.launch.config import Config, Pass, Target, candidates
 
-from .. import report
+from ..measure import terminal as report
 from .figures import PASSES
 from .ours import KERNELS, as_shipped, recording
 from .sass import Compiled, Loop, Report, analyse
@@ -29,7 +29,7 @@ from .sass import Compiled, Loop, Report, analyse
 CAPABILITIES = (80, 90, 100, 120)
 TOKENS, TILE = 1024, 128
 PREFIXES = {64: (16, 32, 48, 64), 128: (32, 64, 96, 128)}  # by head size, of four equal ranks
-# At most in a loop and in a kernel, where plain spills less, and other tiles that do have more instructions.
+# Limits in a loop and in a kernel where plain spills less; tiles without these spills have more instructions.
 SPILLS = {
     (80, 128, "backward_query"): (0, 2),
     (90, 128, "backward_key"): (4, 19),
@@ -42,15 +42,15 @@ PRODUCTS = {"forward": (1, 1), "backward_query": (2, 1), "backward_key": (2, 2)}
 
 
 class Figures(NamedTuple):
-    """What was counted of one depth's loop, and of its kernel; all static."""
+    """The counts of one depth's loop and of its kernel; all static."""
 
     sm: int
     d: int  # head size
     which: str  # pass
     prefix: int
     config: str
-    instructions: int  # of a block's warps, for a tile
-    tensor: int  # of a warp, on tensor cores
+    instructions: int  # of a block's warps, per tile
+    tensor: int  # per warp, on tensor cores
     score: float  # tensor work over the head's dims, as a share of plain's
     regs: int
     ctas: int
@@ -62,7 +62,7 @@ class Figures(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Say which loop this is."""
+        """Return the name of the loop."""
         return f"sm_{self.sm} D={self.d} levels {PASSES[self.which]} {self.prefix}"
 
 
@@ -75,7 +75,7 @@ def build(
         cc: compute capability x 10.
         d: head size.
         score: None for plain attention.
-        configs: what to compile them in, instead of their own.
+        configs: configurations to use instead of their own.
     """
     from attnbias.backends import triton as adapter
 
@@ -84,11 +84,10 @@ def build(
 
     layout = ab.Layout.build(ab.Causal(), TOKENS, TOKENS, tile=TILE, form="tiles", score=score)
     q, k, v, grad = (torch.empty(1, 2, TOKENS, d, dtype=torch.bfloat16) for _ in range(4))
-    spec = "" if score is None else f"levels={score.key}"
-    call = Call(q, k, v, layout, (), None, None, 1.0, 0.0, 0.0, spec)
+    call = Call(Inputs(q, k, v), layout, 1.0, score=score)
     with as_shipped(), mock.patch.object(launch, "candidates", choose), recording(cc) as launched:
         out, lse = adapter.forward(call)
-        adapter.backward(call, out, lse, grad, None, [True, True, True, False])
+        adapter.backward(call, out, lse, grad, None, Needs(True, True, True))
     return {KERNELS[kernel.name]: kernel for kernel in launched if kernel.name in KERNELS}
 
 
@@ -99,10 +98,10 @@ def find(kernel: Report, which: str, area: int, dims: int, size: int) -> list[Lo
 
 
 def figures(cc: int, d: int) -> list[Figures]:
-    """Count the loops of every pass at one head size, with plain ones beside them.
+    """Count the loops of every pass at one head size, and plain ones to compare.
 
     Raises:
-        ValueError: a prefix has not exactly one loop with its tensor work.
+        ValueError: if a prefix does not have exactly one loop with its tensor work.
     """
     major, minor = map(int, triton.__version__.split(".")[:2])
     with as_shipped():
@@ -144,7 +143,7 @@ def figures(cc: int, d: int) -> list[Figures]:
 
 
 def broken_floors(found: Sequence[Figures]) -> list[str]:
-    """Say where a prefix does not save its work, or a kernel spills more than the plain one or SPILLS."""
+    """Return where a prefix does not save its work, or a kernel spills more than the plain one or SPILLS."""
     faults = []
     for x in found:
         if x.score != x.prefix / x.d:
@@ -177,7 +176,7 @@ def count(capabilities: Sequence[int]) -> list[Figures]:
 
 
 def show(found: Sequence[Figures]) -> None:
-    """Print a row for each pass: figures by prefix, then those of the plain kernel."""
+    """Print a row per pass: figures by prefix, then those of the plain kernel."""
     header = [
         "levels: pass",
         "tile, warps, stages",

@@ -1,4 +1,4 @@
-"""Compile our kernels for any capability as the adapter launches them, and launch nothing."""
+"""Compile our kernels for any capability as the adapter would launch them, without a launch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 import attnbias as ab
-from attnbias.kernels import config as configs
-from attnbias.kernels.config import Pass, Target, candidates
-from attnbias.problem import Call
+from attnbias.backends.call import Call, Inputs, Needs
+from attnbias.kernels.launch import config as configs
+from attnbias.kernels.launch.config import Pass, Target, candidates
 
 from .arch import ARCH, REGISTERS
 from .figures import LOOPS, Figures, Key, Table, loops_of
@@ -31,7 +31,7 @@ KERNELS: dict[str, Pass] = {
 
 
 class Recorder:
-    """A Triton driver of a GPU that is only described: kernels are compiled for it, and kept, not run."""
+    """A Triton driver for a GPU that is only described: it compiles and keeps kernels, and runs none."""
 
     def __init__(self, cc: int) -> None:
         self.cc = cc
@@ -39,7 +39,7 @@ class Recorder:
         self.utils = self
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        """Return what Triton calls for each launch of a kernel."""
+        """Return the function that Triton calls for each launch of a kernel."""
 
         def launch(gx: int, gy: int, gz: int, stream: int, cubin: bytes, *rest: Any) -> None:
             driver.active.launched.append(Compiled.from_parts(metadata, cubin, metadata.target.arch))
@@ -47,11 +47,11 @@ class Recorder:
         return launch
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        """Return module, function, registers, spills and threads; what is launched is the cubin."""
+        """Return module, function, registers, spills and threads; the function is the cubin."""
         return self, cubin, 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """Say what fits on the GPU, so that a configuration that does not is refused as there."""
+        """Return the GPU's limits, so that a configuration that does not fit is refused."""
         arch = ARCH[self.cc]
         return {
             "max_shared_mem": arch.smem_cta,
@@ -61,25 +61,25 @@ class Recorder:
         }
 
     def get_current_target(self) -> GPUTarget:
-        """What is compiled for."""
+        """Return the target of the compiler."""
         return GPUTarget("cuda", self.cc, 32)
 
     def get_current_device(self) -> int:
-        """A number of its own for each capability: Triton keeps compiled kernels by it."""
+        """Return one number per capability: Triton caches compiled kernels by it."""
         return self.cc
 
     def get_current_stream(self, device: int | None = None) -> int:
-        """There is but one."""
+        """Return the only stream."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        """Where tensors live."""
+        """Return the device of the tensors."""
         return torch.device("cpu")
 
 
 @contextmanager
 def recording(cc: int) -> Iterator[list[Compiled]]:
-    """Compile and keep what is launched inside.
+    """Compile and keep the kernels that are launched inside the block.
 
     Args:
         cc: compute capability x 10.
@@ -99,17 +99,17 @@ def build(cc: int, d: int, tile: int, dtype: torch.dtype = torch.bfloat16) -> di
     Args:
         cc: compute capability x 10.
         d: head size.
-        tile: of the lists, 64 or 128.
+        tile: tile of the lists, 64 or 128.
         dtype: of the inputs.
     """
     from attnbias.backends import triton as adapter
 
     layout = ab.Layout.build(ab.Causal(), TOKENS, TOKENS, form="tiles", tile=tile)
     q, k, v, grad = (torch.empty(BATCH, HEADS, TOKENS, d, dtype=dtype) for _ in range(4))
-    call = Call(q, k, v, layout, (), None, None, d**-0.5, 0.0, 0.0, "")
+    call = Call(Inputs(q, k, v), layout, d**-0.5)
     with recording(cc) as launched:
         out, lse = adapter.forward(call)
-        adapter.backward(call, out, lse, grad, None, [True, True, True])
+        adapter.backward(call, out, lse, grad, None, Needs(True, True, True))
     return {KERNELS[kernel.name]: kernel for kernel in launched if kernel.name in KERNELS}
 
 
@@ -119,7 +119,7 @@ def measure(cc: int, sizes: Sequence[int], tiles: Sequence[int]) -> Table:
     Args:
         cc: compute capability x 10.
         sizes: head sizes.
-        tiles: of the lists.
+        tiles: tiles of the lists.
     """
     target = Target(cc, tuple(map(int, triton.__version__.split(".")[:2])))
     table: Table = {}
@@ -136,7 +136,7 @@ def measure(cc: int, sizes: Sequence[int], tiles: Sequence[int]) -> Table:
 
 @contextmanager
 def as_shipped() -> Iterator[None]:
-    """Leave out what was tuned on this machine."""
+    """Ignore configurations that were tuned on this machine."""
     candidates.cache_clear()
     with mock.patch.object(configs, "tuned", dict):
         yield

@@ -1,8 +1,8 @@
 """Read a cubin: its instructions, its loops, and what one trip round a loop asks of each pipe.
 
-Exact are the counts of instructions, registers, spills, multiply-adds and blocks per SM. A bound is the time
-of the busiest pipe for one block's trip round a loop, all pipes overlapping perfectly: with the widths in
-``arch`` nothing runs faster. The issue model is in ``issue``. No model knows bank conflicts, caches or DRAM.
+Counts of instructions, registers, spills, multiply-adds and blocks per SM are exact. A bound is the time of
+the busiest pipe for one block's trip round a loop if all pipes overlap perfectly: with the widths in ``arch``
+nothing runs faster. The issue model is in ``issue``. No model includes bank conflicts, caches or DRAM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from . import flow, issue
 from .arch import ARCH, occupancy
 
 SPILLS = frozenset(("LDL", "STL"))
-ASYNCHRONOUS = frozenset((100, 103))  # tensor work is not done by the warp that starts it: no issue model
+ASYNCHRONOUS = frozenset((100, 103))  # no issue model: tensor work is not done by the warp that starts it
 
 
 # ---------------------------------------------------------------------------------------- disassembly
@@ -41,7 +41,7 @@ class Ins(NamedTuple):
 
     @property
     def base(self) -> str:
-        """The operation without its modifiers."""
+        """Return the operation without its modifiers."""
         return self.op.partition(".")[0]
 
 
@@ -66,22 +66,22 @@ class Compiled:
 
     @classmethod
     def of(cls, kernel: Any, cc: int) -> Compiled:
-        """Take what is needed from what ``triton.compile`` returns."""
+        """Make one from the result of ``triton.compile``."""
         return cls.from_parts(kernel.metadata, kernel.asm["cubin"], cc)
 
     @classmethod
     def from_parts(cls, metadata: Any, cubin: bytes, cc: int) -> Compiled:
-        """Take what is needed from Triton's metadata."""
+        """Make one from Triton's metadata and a cubin."""
         tmem = getattr(metadata, "tmem_size", None) or 0
         return cls(metadata.name, cc, cubin, metadata.num_warps, metadata.shared, tmem)
 
 
 @functools.cache
 def tool(name: str) -> str:
-    """Find one of the CUDA tools: Triton's wheel has them, else the machine's CUDA.
+    """Return the path of a CUDA tool, from Triton's wheel or else the machine's CUDA.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: if there is none.
     """
     spec = importlib.util.find_spec("triton")
     folders = [Path(where) for where in (spec.submodule_search_locations or ()) if spec] if spec else []
@@ -96,7 +96,7 @@ def tool(name: str) -> str:
 
 
 def run(name: str, *options: str, cubin: bytes) -> str:
-    """Return what one of the CUDA tools prints about a cubin."""
+    """Return what a CUDA tool prints about a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -162,7 +162,7 @@ def _pipe(base: str) -> str:
 
 
 def pipe(x: Ins) -> str:
-    """Name the pipe that executes an instruction; what is in no list is integer and logic work."""
+    """Return the pipe that executes an instruction; anything not listed is integer and logic work."""
     return _pipe(x.base)
 
 
@@ -184,7 +184,7 @@ def smem_bytes(x: Ins) -> int:
 
 
 class Products(NamedTuple):
-    """What a tensor instruction does."""
+    """The work of a tensor instruction."""
 
     macs: float  # multiply-adds, for one warp; for the whole block if it is tcgen05
     operands: float  # bytes read from shared memory, likewise
@@ -238,31 +238,31 @@ class Loop:
 
     @property
     def spills(self) -> int:
-        """Instructions of a warp that move registers to and from local memory."""
+        """Return the instructions per warp that move registers to and from local memory."""
         return sum(self.ops[op] for op in SPILLS)
 
     def per_mflop(self, count: float) -> float:
-        """Express a warp's count as the block's, for a million floating-point operations of tensor work."""
+        """Convert a warp's count to the block's per million floating-point operations of tensor work."""
         return count * self.warps / (self.flops / 1e6)
 
     @property
     def instructions(self) -> float:
-        """Warp instructions for a million floating-point operations of tensor work."""
+        """Return the warp instructions per million floating-point operations of tensor work."""
         return self.per_mflop(self.n)
 
     @property
     def limiter(self) -> str:
-        """The busiest pipe."""
+        """Return the busiest pipe."""
         return max(self.cycles, key=self.cycles.__getitem__)
 
     @property
     def bound(self) -> float:
-        """The tensor pipe's share of the busiest pipe's time."""
+        """Return the tensor pipe's share of the busiest pipe's time."""
         return self.cycles["tensor"] / max(self.cycles.values())
 
     @property
     def model(self) -> float:
-        """The tensor pipe's share of the issue model's time, or of its own plus the busiest other pipe's."""
+        """Return the tensor pipe's share of the issue model's time, or of its own plus the next pipe's."""
         tensor = self.cycles["tensor"]
         if self.issued is not None:
             return tensor / self.issued
@@ -276,11 +276,11 @@ def measure(
 
     Args:
         ins: the function.
-        body: places in it that are in the loop.
+        body: indices of the loop's instructions.
         cc: compute capability x 10.
         warps: of a block.
         ctas: blocks on an SM.
-        model: run the issue model, too.
+        model: also run the issue model.
     """
     arch = ARCH[cc]
     counts = Counter(pipe(ins[i]) for i in body)
@@ -318,7 +318,7 @@ def _tmem_bytes(x: Ins) -> int:
 
 
 def _step(ins: Sequence[Ins], i: int, cc: int) -> issue.Step:
-    """Say what the issue model needs to know of an instruction."""
+    """Describe an instruction for the issue model."""
     x, arch = ins[i], ARCH[cc]
     name = pipe(x)
     busy = {"fma": max(1, 128 // arch.fma), "alu": 128 // arch.alu, "xu": 128 // arch.xu, "uni": 2}.get(
@@ -342,7 +342,7 @@ class Report:
     regs: int
     shared: int  # bytes of a block
     ctas: int  # blocks on an SM
-    limiter: str  # what keeps more from fitting
+    limiter: str  # what limits their number
     n: int  # instructions in all
     spills: int  # instructions in all
     loops: list[Loop]
@@ -358,7 +358,7 @@ def resources(kernel: Compiled) -> tuple[int, int, int, str]:
 
 
 def hot_loops(section: Section, heavy: frozenset[str]) -> list[list[int]]:
-    """Return the innermost loops that hold one of these operations: their instructions' places, in order."""
+    """Return the innermost loops that hold one of these operations, as ordered indices of instructions."""
     ins = section.ins
     blocks, successors = flow.cfg(ins, section.labels)
     found = flow.loops(successors)
@@ -381,7 +381,7 @@ def analyse(kernel: Compiled, model: bool = True, heavy: frozenset[str] = TENSOR
         heavy: operations that make a loop worth reporting.
 
     Raises:
-        ValueError: roles of warps differ, so that no single loop is the kernel's.
+        ValueError: if warps have different roles, so that no single loop is the kernel's.
     """
     regs, shared, ctas, limiter = resources(kernel)
     sections = disasm(kernel.cubin)

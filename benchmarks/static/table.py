@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .. import report
+from ..measure import terminal as report
 from . import gate, work
 from .arch import ARCH
 from .figures import Figures, Key, Table
@@ -28,7 +28,7 @@ KINDS = {
 
 
 def row(key: Key, mine: Figures, peer: Figures | None, version: tuple[int, int]) -> list[str]:
-    """Write ours / FlexAttention's."""
+    """Return the cells of a loop, ours / FlexAttention's."""
 
     def both(name: str, form: str) -> str:
         return "/".join(format(getattr(x, name), form) for x in (mine, peer) if x is not None)
@@ -76,7 +76,7 @@ def show(ours: Table, peer: Table, version: tuple[int, int]) -> None:
 
 
 def show_work(found: Sequence[work.Work]) -> None:
-    """Print executed / needed."""
+    """Print multiply-adds executed / needed."""
     kinds = {
         "relation": "",
         "tokens": "",

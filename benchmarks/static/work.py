@@ -1,4 +1,4 @@
-"""Multiply-adds executed for each one needed: from the lists that kernels walk, and by walking them."""
+"""Multiply-adds executed per multiply-add needed: counted in the layout's lists, and in an emulated run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import attnbias as ab
-from attnbias.problem import Call
+from attnbias.backends.call import Call, Inputs
 
 
 class Case(NamedTuple):
-    """A relation at a length, and what may be executed at most for each pair that it needs."""
+    """A relation at a length, and the limit of executed over needed pairs."""
 
     name: str
     relation: ab.Relation
@@ -47,12 +47,12 @@ def cases() -> list[Case]:
 
 
 class Work(NamedTuple):
-    """Executed / needed of one case."""
+    """Multiply-adds executed / needed of one case."""
 
     name: str
     tokens: int
-    tile: int  # that a layout for a GPU chooses
-    edges: float  # share of the pairs that it keeps as edges
+    tile: int  # of a layout for a GPU
+    edges: float  # share of the pairs that are edges in it
     ours: float
     by_tile: dict[int, float]
     flex: float
@@ -60,7 +60,7 @@ class Work(NamedTuple):
     emulated: float | None  # counted while the compiled forward kernel ran; None without the emulator
 
     def faults(self) -> list[str]:
-        """Say what breaks a floor; the limits hold to two decimals, as they are stated."""
+        """Return the broken limits; they hold to two decimals, as they are stated."""
         found = []
         if self.emulated is not None and self.emulated != self.ours:
             found.append(
@@ -77,7 +77,7 @@ def measure(case: Case) -> Work:
     """Count the tiles of a layout for a GPU, and those of FlexAttention's block mask."""
     tokens = case.tokens
     needed = case.relation.count(tokens, tokens)
-    # A layout's sizes are on the host: for a device without memory it is built, and chosen, all the same.
+    # The meta device gets a GPU's layout, and its sizes are on the host.
     chosen = ab.Layout.build(case.relation, tokens, tokens, device="meta")
     by_tile = {
         tile: ab.Layout.build(case.relation, tokens, tokens, form="tiles", tile=tile).stats().waste
@@ -108,15 +108,15 @@ def measure(case: Case) -> Work:
 
 
 def emulator() -> Any | None:
-    """Return the emulator of compiled kernels, which a checkout has among its tests."""
-    folder = Path(__file__).parents[2] / "tests" / "gpu"
+    """Return the emulator of compiled kernels, or None outside a checkout, which has it in tools/."""
+    folder = Path(__file__).parents[2] / "tools"
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     return importlib.import_module("ptxemu") if importlib.util.find_spec("ptxemu") else None
 
 
 def emulate(relation: ab.Relation, tokens: int, tile: int, cc: int = 80, d: int = 64) -> float | None:
-    """Run the compiled forward kernel in the emulator and count the multiply-adds of each pair needed."""
+    """Run the compiled forward kernel in the emulator; return multiply-adds executed / needed."""
     ptxemu = emulator()
     if ptxemu is None:
         return None
@@ -125,6 +125,6 @@ def emulate(relation: ab.Relation, tokens: int, tile: int, cc: int = 80, d: int 
     q = torch.zeros(1, 1, tokens, d, dtype=torch.bfloat16)
     layout = ab.Layout.build(relation, tokens, tokens, form="tiles", tile=tile)
     with ptxemu.emulated_gpu(cc, ptxas=False) as gpu:
-        adapter.forward(Call(q, q, q, layout, (), None, None, d**-0.5, 0.0, 0.0, ""))
+        adapter.forward(Call(Inputs(q, q, q), layout, d**-0.5))
     macs: int = sum(launch.macs for launch in gpu.launches)
     return macs / (2 * d * relation.count(tokens, tokens))

@@ -1,4 +1,4 @@
-"""The emulated GPU: a fixture, a cache for what is compiled, and the coverage of what ran on it."""
+"""The emulated GPU: a fixture, and the coverage of its runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ else:
 
     COVERAGE = pytest.StashKey[Coverage]()
 
-# Compute capabilities; each is another way to load tiles and to multiply them.
+# Compute capabilities; each loads and multiplies tiles in another way.
 ARCHITECTURES = [
     pytest.param(80, id="sm_80"),  # cp.async, mma.sync
     pytest.param(90, id="sm_90"),  # TMA, wgmma
@@ -22,26 +22,17 @@ ARCHITECTURES = [
 ]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compiled(pytestconfig):
-    """Keep compiled kernels between tests, workers and runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        if pytestconfig.cache is not None:
-            patch.setenv("TRITON_CACHE_DIR", str(pytestconfig.cache.mkdir("triton")))
-        yield
-
-
 @pytest.fixture(params=ARCHITECTURES)
 def gpu(request):
-    """A GPU on which Triton kernels run on CPU tensors, with every check switched on."""
-    # Machine code is no part of what is executed: benchmarks/static looks at it.
+    """Emulate a GPU for Triton kernels on CPU tensors, with every check switched on."""
+    # Machine code is not executed here; benchmarks/static counts it.
     with emulated_gpu(request.param, late=True, racecheck=True, bounds="exact", ptxas=False) as active:
         yield active
 
 
 @pytest.fixture(scope="session")
 def coverage(pytestconfig):
-    """Blocks that ran, for the summary at the end; `gpu.coverage = coverage` adds to them."""
+    """Collect the blocks that ran, for the summary at the end; `gpu.coverage = coverage` adds to them."""
     return pytestconfig.stash.setdefault(COVERAGE, Coverage())
 
 
@@ -56,7 +47,7 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    """A worker is done: take what it found."""
+    """Collect the coverage of a worker that is done."""
     found = getattr(node, "workeroutput", {}).get("ptx coverage")
     if found:
         node.config.stash.setdefault(COVERAGE, Coverage()).load(found)

@@ -1,11 +1,11 @@
-"""Faults sown into compiled code are seen: as wrong results, races, deadlocks, accesses out of bounds."""
+"""Faults injected into compiled code are detected: wrong results, races, deadlocks, out of bounds."""
 
 import re
 
-import programs
 import pytest
 import torch
 import triton
+from cases import gpu_programs as programs
 from ptxemu import Deadlock, OutOfBounds, RaceError, emulated_gpu
 
 IS_KNOWN = triton.__version__.startswith("3.7.")
@@ -35,7 +35,7 @@ def rows(cc):
 
 
 def change(pattern, replacement="", which=0):
-    """A function that changes one place of a text, and fails when there is none."""
+    """Return a function that changes one place in a text, and fails if there is none."""
 
     def rewrite(ptx):
         places = list(re.finditer(pattern, ptx))
@@ -50,7 +50,7 @@ def run(program, cc, rewrite=None, **options):
         return program(cc)
 
 
-# What the compiled program does wrong, and on which architecture.
+# Faults: the program, the architecture and the change.
 WRONG = {
     "mask off by one": (rows, 80, change(r"setp\.lt\.s32(\s+%p2)", r"setp.le.s32\1")),
     "scale off by 1 %": (rows, 80, change("0f3E000000", "0f3E01999A", -1)),
@@ -82,7 +82,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_wrong_results_are_seen(fault):
+def test_wrong_results_are_detected(fault):
     program, cc, rewrite = WRONG[fault]
     right = run(program, cc)
     try:
@@ -91,7 +91,7 @@ def test_wrong_results_are_seen(fault):
         assert fault in ("mask off by one", "copy 16 bytes off", "wrong operand tile")
 
 
-def test_out_of_bounds_is_seen():
+def test_out_of_bounds_is_detected():
     far = change(r"(cp\.async\.cg.*\[ %rd\d+ \+ )0", r"\g<1>1073741824")
     with pytest.raises(OutOfBounds, match=r"^matmul_kernel: global access out of bounds: .* size 16"):
         run(products, 80, far)
@@ -109,25 +109,25 @@ ARRIVALS = {
 
 
 @pytest.mark.parametrize("fault", ARRIVALS)
-def test_a_lost_arrival_is_a_deadlock(fault):
+def test_lost_arrival_is_a_deadlock(fault):
     program, cc, pattern = ARRIVALS[fault]
     with pytest.raises(Deadlock):
         run(program, cc, change(pattern))
 
 
-def test_a_lost_wait_for_copies_is_seen():
-    """By the result when copies come late, and by the race check even when they do not."""
+def test_lost_wait_for_copies_is_detected():
+    """It shows in the result if copies come late, and in the race check even if they do not."""
     lost = change(r"cp\.async\.wait_group[^;]*;")
     right = run(products, 80, late=True)
     assert torch.equal(run(products, 80), right)
-    assert torch.equal(run(products, 80, lost), right)  # not at all, without either
+    assert torch.equal(run(products, 80, lost), right)  # with neither, it does not show
     assert not torch.equal(run(products, 80, lost, late=True), right)
     with pytest.raises(RaceError, match=r"shared memory: ldmatrix.* reads what another has written"):
         run(products, 80, lost, racecheck=True)
 
 
-# Barriers and waits that order accesses to shared memory: program, architecture, what is dropped, which of
-# them matter. The others stand beside a second one that does the same.
+# Barriers and waits that order accesses to shared memory: program, architecture, the pattern to drop, and
+# which matches matter. The other matches are next to a second one that does the same.
 ORDER = {
     "bar.sync, reductions": (rows, 80, r"bar\.sync[^;]*;", [0, 1, 2, 3, 4]),
     "bar.sync, cp.async": (products, 80, r"bar\.sync[^;]*;", [1, 2, 3, 4, 5, 6]),
@@ -142,7 +142,7 @@ ORDER = {
 
 
 @pytest.mark.parametrize("fault", ORDER)
-def test_a_lost_barrier_is_a_race(fault):
+def test_lost_barrier_is_a_race(fault):
     program, cc, pattern, matter = ORDER[fault]
     texts = []
     run(program, cc, lambda ptx: texts.append(ptx) or ptx)
@@ -153,21 +153,21 @@ def test_a_lost_barrier_is_a_race(fault):
         except RaceError as error:
             assert re.search(r"shared memory: .*, no barrier between", str(error))
             found.append(which)
-    # Which of them matter is known of one compiler's code; some do in any.
+    # Which ones matter is known for one compiler version; in any version some do.
     assert set(found) >= set(matter) if IS_KNOWN else found
 
 
 @pytest.mark.parametrize("program", [rows, products, described_products, specialized_products])
 @pytest.mark.parametrize("cc", [80, 90, 100, 120])
-def test_right_programs_have_no_race(program, cc):
+def test_correct_programs_have_no_race(program, cc):
     if program is specialized_products and cc != 100:
         pytest.skip("warps are specialised on sm_100 only")
     run(program, cc, racecheck=True, late=True)
 
 
-@pytest.mark.skipif(not IS_KNOWN, reason="the barriers stand elsewhere in this compiler's code")
-def test_an_mbarrier_must_be_known_before_it_is_used():
-    """Two bar.sync stand between its initialisation and the wait of the others, who may come first."""
+@pytest.mark.skipif(not IS_KNOWN, reason="this compiler places the barriers elsewhere")
+def test_use_of_an_mbarrier_must_be_ordered_after_its_initialisation():
+    """Two bar.sync separate its initialisation from the waits of other warps, which may come first."""
 
     def rewrite(ptx):
         for _ in range(2):

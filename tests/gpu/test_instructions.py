@@ -1,12 +1,12 @@
-"""Each instruction that works element by element, or within a warp, against numpy."""
+"""Each elementwise or warp-level instruction against numpy."""
 
 import numpy as np
 import pytest
-from handwritten import DTYPES, THREADS, evaluate, launch
+from cases.handwritten_ptx import DTYPES, THREADS, evaluate, launch
 
 
 def numbers(kind, seed):
-    """Ordinary and extreme values of a type."""
+    """Return ordinary and extreme values of a type."""
     rng, dtype = np.random.default_rng(seed), DTYPES[kind]
     if np.dtype(dtype).kind == "f":
         special = np.array([0, -0.0, 1, -1, 0.5, -2.5, 1.5, np.inf, -np.inf, np.nan, 1e4, -1e-7], dtype)
@@ -29,12 +29,12 @@ def wide(x, kind=np.int64):
 
 
 def each(function):
-    """A function of Python integers on arrays."""
+    """Apply a function of Python integers to arrays."""
     return lambda *arrays: np.array([function(*map(int, row)) for row in zip(*arrays, strict=True)], object)
 
 
 def quotient(a, b):
-    """Towards zero."""
+    """Divide towards zero."""
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
@@ -51,7 +51,7 @@ def permuted(a, b, s):
 
 
 def brain(x):
-    """float32 rounded to bfloat16, as float32, by the definition: nearest, ties to even."""
+    """Round float32 to bfloat16, kept as float32, by definition: nearest, ties to even."""
     low, high = x.view(np.uint32) & 0xFFFF0000, (x.view(np.uint32) & 0xFFFF0000) + np.uint32(0x10000)
     down, up = low.view(np.float32).astype(np.float64), high.view(np.float32).astype(np.float64)
     nearer_up = np.abs(up - x) < np.abs(x - down)
@@ -59,7 +59,7 @@ def brain(x):
     return np.where(nearer_up | tie, high, low).astype(np.uint32).view(np.float32)
 
 
-# code, types of the operands, type of the result, what it computes
+# code, types of the operands, type of the result, its definition
 ELEMENTWISE = [
     ("add.s32 {d}, {a}, {b};", "s32 s32", "s32", lambda a, b: a + b),
     ("sub.s64 {d}, {a}, {b};", "s64 s64", "s64", lambda a, b: a - b),

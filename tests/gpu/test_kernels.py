@@ -1,31 +1,31 @@
 """The Triton kernels as compiled, against float64: every access in bounds, no race, late copies.
 
 The bodies are those of the other backends' tests; the `gpu` fixture makes the backend run on CPU tensors. Few
-head sizes and options are drawn on: a new one is compiled for seconds, a new relation or length is not.
+head sizes and options are used: a new one takes seconds to compile, a new relation or length does not.
 """
 
 import itertools
 
 import pytest
 import torch
-from tile_cases import RELATIONS, check, make_call
+from cases.tiles import RELATIONS, check, make_call
 
 import attnbias as ab
-from attnbias import soak
 from attnbias.backends import triton
-from attnbias.testing import make_inputs, random_relation
+from attnbias.testing import make_inputs, random_relation, soak
+from attnbias.testing.draw import draw_problem
 
 SHAPE = (2, 4, 2, 97, 129, 24, 16)  # B, H, Hk, Q, K, D, E
 SMALL = (1, 2, 1, 130, 140, 16, 16)
 
 
-# What is compiled for one odd problem only: it says nothing about which blocks the tests reach.
+# Kernels compiled for one odd problem only; they are left out of the coverage.
 odd = pytest.mark.odd_problem
 
 
 @pytest.fixture(autouse=True)
 def counted(request, gpu, coverage):
-    """Note which blocks of the shipped kernels run."""
+    """Record which blocks of the shipped kernels run."""
     gpu.coverage = None if request.node.get_closest_marker("odd_problem") else coverage
 
 
@@ -35,7 +35,7 @@ def run(relation, shape=SHAPE, **how):
 
 
 def cluttered(Q, K):
-    """A graph: edges in no order, some twice, nodes with none, a row and a column longer than a piece."""
+    """Draw edges in no order, some twice; some nodes have none, a row and a column exceed a piece."""
     rng = torch.Generator().manual_seed(0)
     least = min(Q, K) - 7
     ends = torch.randint(0, least, (2, 3 * Q), generator=rng)
@@ -61,8 +61,8 @@ def test_random_relations(gpu, seed, form):
 @pytest.mark.parametrize("seed", range(2))
 def test_through_attention(gpu, seed):
     """Lengths, strides, groups and scale at random; `attention` chooses the layout."""
-    drawn = soak.draw(seed, plain=True)
-    assert not soak.compare(drawn, "triton"), str(drawn)
+    drawn = draw_problem(seed, plain=True)
+    assert not soak.find_faults(drawn, "triton"), str(drawn)
 
 
 @odd
@@ -132,7 +132,7 @@ def test_options_on_edges(gpu, options):
 
 
 def test_tiles_and_edges_in_one_layout(gpu):
-    """Lanes without a row read the lse of another program's row while that wrote it."""
+    """Lanes without a row read the lse of another program's row while that program wrote it."""
     relation = cluttered(300, 300) | (ab.Causal() & ab.Prefix(128))
     layout = ab.Layout.build(relation, 300, 300, form="auto")
     assert layout.tiles and layout.edges
@@ -158,8 +158,8 @@ def test_zero_lengths(gpu, sizes):
     run(ab.Full(), (B, H, H, Q, K, 24, 16))
 
 
-def test_the_same_bits_whatever_runs_together(gpu):
-    """One CTA at a time, or many: no result depends on who comes first."""
+def test_bits_do_not_depend_on_what_runs_together(gpu):
+    """With one CTA at a time or many, no result depends on which comes first."""
     B, H, Hk, Q, K, D, E = SMALL
     made = make_inputs(3, B, H, Hk, Q, K, D, E, requires_grad=True)
     layout = ab.Layout.build(ab.Causal(), Q, K, form="tiles", tile=64)

@@ -10,7 +10,7 @@ CASES = {
     # Full tiles at two depths, mixed ones, ragged ends, and queries before the first key.
     "before the keys": (ab.MultiLevel([6, 14, 12], widths=[None, 64, 16]), (70, 134), -9, torch.float32),
     "float16": (ab.MultiLevel([6, 14, 12], widths=[None, 64, 16]), (70, 134), "end", torch.float16),
-    # A loop for each multiple of 16, in the tiles of heads of 64, whose counts are gated.
+    # One loop per multiple of 16, in the tiles of heads of 64, whose counts are gated.
     "a loop each": (ab.MultiLevel([16] * 4, widths=[None, 512, 256, 128]), (700, 700), 0, torch.bfloat16),
     # Two depths that end inside one chunk, in the tiles of heads of 128.
     "wide": (ab.MultiLevel([20, 8, 60, 40], widths=[None, 256, 128, 32]), (300, 300), 0, torch.bfloat16),

@@ -4,14 +4,14 @@ import re
 
 import numpy as np
 import pytest
-from handwritten import THREADS, launch
+from cases.handwritten_ptx import THREADS, launch
 from ptxemu import Deadlock, Kernel, Unsupported
 
 # -- matrices --------------------------------------------------------------------------------------
 
 
 def operand(rng, shape, kind):
-    """Values of a type, and their bits."""
+    """Draw values of a type, and return them with their bits."""
     if kind == "s8":
         values = rng.integers(-128, 128, shape, np.int8)
         return values.astype(np.float64), values.view(np.uint8)
@@ -28,7 +28,7 @@ def operand(rng, shape, kind):
     [("f16", 16, "f32"), ("bf16", 16, "f32"), ("f16", 8, "f32"), ("tf32", 8, "f32"), ("s8", 32, "s32")],
 )
 def test_mma(kind, k, total):
-    """Fragments are laid out as the manual's tables say, element by element."""
+    """Fragments are laid out as in the manual's tables, element by element."""
     rng = np.random.default_rng(0)
     (a, a_bits), (b, b_bits) = operand(rng, (16, k), kind), operand(rng, (k, 8), kind)
     per = 4 // a_bits.itemsize  # elements of a register
@@ -99,7 +99,7 @@ def test_matrices_in_shared_memory(count, transposed):
 
 
 def test_a_matrix_of_a_constant():
-    """A register that is the same in all lanes, made of constants, counts for each of them."""
+    """A register made of constants, the same in all lanes, counts once per lane."""
     body = """
       cvt.rn.bf16.f32 %rs1, 0f3F800000; cvt.rn.bf16.f32 %rs2, 0f40000000; mov.b32 %r2, {%rs1, %rs2};
       mul.lo.s32 %r1, %r299, 16; and.b32 %r1, %r1, 127;
@@ -169,8 +169,8 @@ def test_atomics(operation, function, space):
     assert arrays[1 if space == "global" else 2][0] == wanted
 
 
-def test_warps_that_part_meet_at_named_barriers():
-    """One warp makes, the other takes; neither may go ahead of the other."""
+def test_diverged_warps_meet_at_named_barriers():
+    """One warp produces, the other consumes; neither may get ahead of the other."""
     body = """
       setp.lt.u32 %p1, %r299, 32; and.b32 %r1, %r299, 31; mul.lo.s32 %r1, %r1, 4;
       @!%p1 bra take;
@@ -214,7 +214,7 @@ def test_divergent_threads_meet_again():
     np.testing.assert_array_equal(arrays[0][:THREADS], np.arange(THREADS) % 8 * 10)
 
 
-def test_threads_that_leave_are_not_waited_for():
+def test_exited_threads_are_not_waited_for():
     body = """
       setp.gt.u32 %p1, %r299, 40; @%p1 ret;
       bar.sync 0; mad.lo.u64 %l1, %l59, 4, %l50; st.global.b32 [%l1], 1;

@@ -1,9 +1,9 @@
-"""Triton programs on the emulated GPU, against torch, and what the driver offers them."""
+"""Triton programs on the emulated GPU, against torch, and the features of the driver."""
 
-import programs
 import pytest
 import torch
 import triton
+from cases import gpu_programs as programs
 from ptxemu import OutOfBounds, RaceError, emulated_gpu
 from torch.testing import assert_close
 
@@ -53,6 +53,14 @@ def test_tensor_descriptors(gpu, specialize):
     assert (launch.warps > 4) == specialize
 
 
+def test_a_kernel_outlives_the_cache_that_it_was_compiled_in(gpu, monkeypatch, tmp_path):
+    """Its PTX was read at every launch, and was missing once TRITON_CACHE_DIR had changed."""
+    x = torch.randn(7, 200)
+    first = programs.softmax(x, 8.0, 1)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert torch.equal(programs.softmax(x, 8.0, 1), first)
+
+
 @pytest.mark.parametrize("warps", [1, 4])
 def test_reductions(gpu, warps):
     x = torch.randn(7, 200)
@@ -83,7 +91,7 @@ def test_atomics(gpu, dtype):
 # -- the driver ------------------------------------------------------------------------------------
 
 
-def test_drivers_nest_and_leave():
+def test_drivers_nest_and_are_restored():
     from triton.runtime.driver import driver
 
     before = driver._active
@@ -101,7 +109,7 @@ def test_drivers_nest_and_leave():
     assert torch.equal(x, y)
 
 
-def test_unknown_settings_are_told():
+def test_unknown_settings_raise():
     with pytest.raises(ValueError, match=r"^cc: wanted one of \[75, 80, .*\], got 81$"):
         emulated_gpu(81)
     with pytest.raises(ValueError, match=r"^bounds: wanted one of .*, got 'loose'$"):
@@ -172,7 +180,7 @@ def test_shared_memory_is_that_of_the_device():
 
 def test_counters():
     a, b = torch.randn(64, 64).half(), torch.randn(64, 64).half()
-    with emulated_gpu(80, conflicts=True) as gpu:  # and ptxas takes it
+    with emulated_gpu(80, conflicts=True) as gpu:  # and ptxas accepts it
         programs.matmul(a, b)
     (launch,) = gpu.launches
     assert launch.macs == 64**3

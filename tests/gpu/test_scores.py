@@ -1,10 +1,10 @@
-"""Numbers for edges and additive scores in the Triton kernels as compiled: accesses in bounds, no race."""
+"""Edge biases and additive scores in the Triton kernels as compiled: accesses in bounds, no race."""
 
 import pytest
 import torch
-from score_cases import CASES, check, graph
+from cases.scores import CASES, check, graph
 
-OFTEN = ("bias by head", "GATv2 and all else")  # each is compiled for seconds
+OFTEN = ("bias by head", "GATv2 and all else")  # each takes seconds to compile
 
 
 @pytest.mark.parametrize(

@@ -4,31 +4,37 @@ import pytest
 import torch
 
 import attnbias as ab
-from attnbias import soak
 from attnbias.backends import triton
-from attnbias.philox import keep_mask
-from attnbias.problem import Call
-from attnbias.testing import assert_no_worse, eager, magnitudes, make_inputs
+from attnbias.backends.call import Call, Inputs, Needs
+from attnbias.backends.philox import keep_mask
+from attnbias.testing import assert_no_worse, eager, magnitudes, make_inputs, soak
+from attnbias.testing.draw import Drawn
 
 
 @pytest.mark.parametrize("form", ["tiles", "edges"])
 def test_dropout_bits(gpu, form, seed=-(2**60) - 17):
-    """The same bits as everywhere, and a gradient of values that comes from the weights that were kept."""
+    """The bits are those of the other backends, and the gradient of values uses the kept weights."""
     B, H, Q, K, p = 2, 2, 20, 32, 0.4
     layout = ab.Layout.build(ab.Full(), Q, K, q_start=-5, form=form, batch=B, heads=H)
     query, key, _ = make_inputs(1, B, H, 1, Q, K, 16, 16)
     value = torch.eye(K).expand(B, 1, K, K)
-    call = Call(query, key, value, layout, (), None, torch.tensor([seed]), 0.25, 0.0, p, "")
+    call = Call(Inputs(query, key, value), layout, 0.25, 0.0, p, seed=torch.tensor([seed]))
     out, lse = triton.forward(call)
     b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
     q, k = torch.arange(-5, Q - 5)[:, None], torch.arange(K)
     assert torch.equal(out != 0, keep_mask(torch.tensor([seed]), p, b, h, q, k))
     ones = torch.ones_like(out)
-    grads = triton.backward(call, out, lse, ones, None, [True, True, True, False])
-    # Tensor-core products of float32 are three of TF32: 22 bits.
-    torch.testing.assert_close(
-        grads[2][:, 0], out.sum((1, 2))[:, :, None].expand(B, K, K), rtol=1e-5, atol=1e-5
-    )
+    grads = triton.backward(call, out, lse, ones, None, Needs(True, True, True))
+
+    def expected(dtype):
+        leaf = value.to(dtype).requires_grad_()
+        options = {"scale": 0.25, "dropout_p": p, "seed": call.seed, "q_start": -5}
+        made, _ = eager(query.to(dtype), key.to(dtype), leaf, counts=layout.rows(0, Q), **options)
+        return torch.autograd.grad(made.sum(), leaf)[0]
+
+    sizes = magnitudes(query, key, value, ones, torch.zeros(1, 1, 1), 0.25, p)
+    same, truth = expected(torch.float32), expected(torch.float64)
+    assert_no_worse("value", grads[2], same, truth, 3.0, magnitude=sizes["value"])
 
 
 @pytest.mark.parametrize("case", [pytest.param("tiles", marks=pytest.mark.slow), "tiles of 128", "edges"])
@@ -66,14 +72,14 @@ def test_terms(gpu, case):
     names = ("out", "lse", "query", "key", "value", "slopes", "table", "keys", "pairs")
     for name, mine, theirs, exact in zip(names, got, same, truth, strict=True):
         factor = 2.0 if name in ("out", "lse") else 3.0
-        # A slope adds up pairs at up to K times their size.
+        # The gradient of a slope sums pairs scaled by up to K.
         magnitude = sizes.get(name, sizes["sink"] * (K if name == "slopes" else 1))
         assert_no_worse(name, mine, theirs, exact, factor, magnitude=magnitude)
 
 
 @pytest.mark.slow
 def test_tiles_and_edges_with_terms_and_dropout(gpu):
-    """A layout of both: what the tiles gave is read and added to."""
+    """A layout has both forms: the results of tiles are read and added to."""
     n, rng = 200, torch.Generator().manual_seed(0)
     few = torch.randint(0, n - 5, (2, 120), generator=rng)
     relation = ab.Graph(few, num_nodes=n) | (ab.Prefix(100) & ~ab.Bipartite(64))
@@ -83,5 +89,5 @@ def test_tiles_and_edges_with_terms_and_dropout(gpu):
     slopes, keys, table = leaves
     terms = [ab.ALiBi(slopes), ab.KeyBias(keys), ab.GridBias(table, (20, 20))]
     inputs = make_inputs(1, 1, 2, 1, n, n, 16, 16, requires_grad=True)
-    drawn = soak.Drawn(3, inputs, relation, {"q_start": 0, "terms": terms, "dropout_p": 0.3}, "auto")
-    assert soak.compare(drawn, "triton") == []
+    drawn = Drawn(3, inputs, relation, {"q_start": 0, "terms": terms, "dropout_p": 0.3}, "auto")
+    assert soak.find_faults(drawn, "triton") == []

@@ -1,0 +1,142 @@
+"""The public function: check the arguments, choose a backend, run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+from torch import Tensor
+
+from .op import dispatch
+from .op.library import is_autocast
+from .op.problem import DEFAULTS, Options, Problem
+from .op.run import attend
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .layouts.layout import Layout
+    from .relations.relation import Relation
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    relation: Relation | Layout | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    backend: str | None = ...,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    relation: Relation | Layout | None = ...,
+    *,
+    return_lse: Literal[True],
+    backend: str | None = ...,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    relation: Relation | Layout | None = None,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from each query to the keys that it is related to, and compute nothing else.
+
+    It equals this PyTorch, without the [Q, K] scores in memory or the unrelated ones computed::
+
+        scores = scale * query @ key.mT                                # [B, H, Q, K], or by ``score``
+        scores = softcap * tanh(scores / softcap) + sum of the terms
+        scores = scores.masked_fill(~relation.dense(Q, K), -inf)
+        lse = logsumexp([scores, sink], dim=-1)                        # [B, H, Q]
+        out = dropout(exp(scores - lse)) @ value                       # [B, H, Q, E]
+
+    except that a query without a key gets out 0, lse -inf (with a sink the sink's logit, as the formula
+    says) and gradients 0 but the sink's, never NaN. It runs in eager, ``torch.compile``, ``torch.export``
+    and autocast, and can be differentiated once (with ``backend="reference"`` as often as you like).
+
+    Args:
+        query: [B, H, Q, D] or [H, Q, D]; float32, float16, bfloat16 or float64, any strides.
+        key: [B, Hk, K, D] or [Hk, K, D]; query head h reads key head ``h // (H // Hk)``.
+        value: [B, Hk, K, E] or [Hk, K, E]; E may differ from D.
+        relation: which query attends to which key; a Layout is a relation made ready for these
+            lengths. None relates every pair.
+        terms: values added to the scores of related pairs, such as a bias by distance.
+        score: None, the dot product, or an ``AdditiveScore`` or ``MultiLevel`` in its place.
+        scale: factor of the score; if None, D**-0.5 for the dot product and 1 for others.
+        softcap: bound on the scores; None or 0 is off.
+        sink: [H], a logit that takes its share of each softmax and has no value.
+        dropout_p: share of the probabilities to drop, with torch's generator.
+        q_start: position of the first query among the keys; "end" puts the last query at the last
+            key, as in decoding with a cache.
+        enable_gqa: False refuses fewer key heads than query heads; they are accepted otherwise.
+        return_lse: return the logarithm of each row's softmax sum, too.
+        backend: run on this one, or raise with its reasons; None takes the first that can.
+
+    Returns:
+        out [B, H, Q, E] (or [H, Q, E]) in the query's dtype and stride order; with ``return_lse``
+        a pair of it and lse [B, H, Q], float32 (float64 for float64).
+
+    Raises:
+        TypeError: if an argument is of the wrong kind or dtype.
+        ValueError: if shapes, devices, numbers or lengths do not fit.
+        NotImplementedError: if the named backend cannot run this.
+
+    Example:
+        >>> import torch
+        >>> import attnbias as ab
+        >>> q, k, v = torch.ones(3, 2, 4, 5, 8)  # 2 sequences, 4 heads, 5 tokens, D = 8
+        >>> out = ab.attention(q, k, v, ab.Causal() & ab.Window(before=1))
+        >>> out.shape
+        torch.Size([2, 4, 5, 8])
+        >>> out, lse = ab.attention(q, k, v, ab.Causal(), scale=0.0, return_lse=True)
+        >>> lse[0, 0].exp().round()  # the number of keys of each query
+        tensor([1., 2., 3., 4., 5.])
+    """
+    if isinstance(query, Tensor) and is_autocast(query.device.type):
+        query, key, value = _autocast(query, key, value)
+    problem = Problem(query, key, value, relation, return_lse=return_lse, **options)
+    problem.draw_seed()
+    out, lse = attend(problem, dispatch.asked_for(backend))
+    if problem.squeeze:
+        out, lse = out.squeeze(0), lse if lse is None else lse.squeeze(0)
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast does for scaled_dot_product_attention: all but float64."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )
+
+
+def _spell_out(function: Callable[..., object]) -> inspect.Signature:
+    """Return a signature with the options by name, for ``help`` and editors."""
+    parameters = inspect.signature(function).parameters
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for (name, default), kind in zip(DEFAULTS.items(), Options.__annotations__.values(), strict=True)
+    ]
+    fixed = [each for name, each in parameters.items() if name != "options"]
+    place = list(parameters).index("return_lse")
+    return inspect.Signature([*fixed[:place], *options, *fixed[place:]])
+
+
+attention.__signature__ = _spell_out(attention)  # type: ignore[attr-defined]

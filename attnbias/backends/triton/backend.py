@@ -1,0 +1,271 @@
+"""The Triton kernels for NVIDIA GPUs; ``attnbias.kernels`` holds them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...kernels.launch.config import target_of
+from ...scores.additive import why_not_terms
+from ..call import Grads
+from ..strides import copy_back, dense_rows, empty_dense_rows, empty_grads, empty_like_query
+from . import terms
+
+if TYPE_CHECKING:
+    from ...kernels.edges.items import EdgeLists
+    from ...kernels.edges.launch import Score
+    from ...kernels.launch.config import Target
+    from ...kernels.records import Lists
+    from ...kernels.tiles.extras import Extras
+    from ...kernels.tiles.levels import Levels
+    from ...kernels.tiles.terms import Dropout
+    from ...layouts.layout import Layout
+    from ...op.problem import Problem
+    from ...scores.multilevel import MultiLevel
+    from ..call import Call, Needs
+
+name = "triton"
+
+LARGEST = 256  # of D and E
+LOG2E = 1 / math.log(2)
+DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
+
+_NOTHING = nullcontext()
+
+
+def why_not(problem: Problem) -> list[str]:
+    """Say what keeps the Triton kernels from running this problem."""
+    query, value = problem.query, problem.value
+    D, E = query.shape[3], value.shape[3]
+    target = target_of(query.device)
+    if isinstance(target, str):  # asked in every call on a CPU, so nothing else is looked at
+        return [target]
+    no_bits = target.is_interpreted and query.dtype == torch.bfloat16
+    refused = (
+        (no_bits, "dtype: Triton's interpreter computes with the bits of bfloat16, not with its numbers"),
+        (query.dtype not in DTYPES, f"dtype: float32, float16 or bfloat16, got {query.dtype}"),
+        (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
+    )
+    return [words for is_so, words in refused if is_so] + why_not_terms(problem.terms, problem.score)
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """Compute out [B, H, Q, E] and lse [B, H, Q]."""
+    from ...kernels.edges.forward import edges_forward
+    from ...kernels.tiles.forward import tiles_forward
+
+    query, layout = call.query, call.layout
+    out = empty_like_query(query, call.value.shape[3])
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    if not lse.numel():
+        return out, lse
+    extras, factors = _extras(call)
+    if factors is not None:
+        query = (query * factors).to(query.dtype)
+    inputs = dense_rows(query), dense_rows(call.key), dense_rows(call.value)
+    sink = None if call.sink is None else call.sink.float()
+    has_tiles, has_edges = layout.tiles > 0, layout.edges > 0
+    by_query, _, edges = _lists(layout)
+    # The edges go on from the tiles' result, which is not rounded in between; the last one adds the sink.
+    partly = torch.empty_like(out, dtype=torch.float32) if has_tiles and has_edges else out
+    with _on(query.device):
+        if has_tiles or not has_edges:
+            last_sink = None if has_edges else sink
+            target = _target(query.device)
+            tiles_forward(
+                *(*inputs, partly, lse, by_query, target),
+                sink=last_sink,
+                extras=extras,
+                **_numbers(call),
+            )
+        if has_edges:
+            start = (partly, lse) if has_tiles else None
+            edges_forward(*inputs, edges, out, lse, _score(call, extras.dropout), sink=sink, start=start)
+    return out, lse
+
+
+def backward(
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs: Needs,
+) -> Grads:
+    """Compute the gradients that are needed."""
+    from ...kernels.tiles.row_sums import row_sums
+
+    dq, dk, dv = grads = empty_grads(call.inputs[:3], needs[:3])
+    parts = terms.Gradients(call, needs)
+    if not lse.numel():
+        d_sink = torch.zeros_like(call.sink) if call.sink is not None and needs.sink else None
+        for grad in grads:
+            if grad is not None:
+                grad.zero_()
+        return Grads(dq, dk, dv, d_sink, **parts.finish())
+    # A gradient lies in memory like its input; the kernels write dense rows.
+    written = list(map(empty_dense_rows, grads))
+    out, grad_out = dense_rows(out), dense_rows(grad_out)
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+    d_sink = None
+    with _on(call.query.device):
+        # Layouts of edges only compute them on their way.
+        needs_sums = call.layout.tiles > 0 or not call.layout.edges or needs.sink
+        sums = row_sums(out, lse, grad_out, grad_lse) if needs_sums else None
+        _backward(call, out, lse, grad_out, grad_lse, sums, written, parts)
+    copy_back(grads, written)
+    if needs.sink:
+        assert call.sink is not None and sums is not None
+        delta, lse2 = sums
+        share = torch.exp2(call.sink.float()[:, None] * LOG2E - lse2)  # [B, H, Q padded]
+        d_sink = torch.empty_like(call.sink).copy_(-(share * delta).sum((0, 2), dtype=torch.float64))
+    return Grads(dq, dk, dv, d_sink, **parts.finish())
+
+
+def _backward(
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    sums: tuple[Tensor, Tensor] | None,
+    written: Sequence[Tensor | None],
+    parts: terms.Gradients,
+) -> None:
+    """Run the kernels, which write the gradients of query, key and value, and those of the parts."""
+    from ...kernels.edges.rows import edges_backward
+    from ...kernels.tiles.backward_key import tiles_backward_key
+    from ...kernels.tiles.backward_query import tiles_backward_query
+
+    layout = call.layout
+    (extras, factors), numbers = _extras(call), _numbers(call)
+    query = call.query if factors is None else (call.query * factors).to(call.query.dtype)
+    inputs = dense_rows(query), dense_rows(call.key), dense_rows(call.value)
+    by_query, by_key, edges = _lists(layout)
+    has_tiles, has_edges = layout.tiles > 0, layout.edges > 0
+    starts: list[Tensor | None] = [None, None, None]
+    if sums is not None and (has_tiles or not has_edges):
+        starts = dq, dk, dv = [
+            None if x is None else torch.empty_like(x, dtype=torch.float32) if has_edges else x
+            for x in written
+        ]
+        given = *inputs, grad_out, *sums
+        target = _target(call.query.device)
+        needs_relative = parts.relative is not None
+        if dq is not None or needs_relative or parts.by_pair is not None:
+            parts.relative = tiles_backward_query(
+                *(*given, torch.empty_like(inputs[0]) if dq is None else dq, by_query, target),
+                extras=extras,
+                d_pairs=parts.by_pair,
+                needs_relative=needs_relative,
+                **numbers,
+            )
+        if (dk is not None or dv is not None or parts.key is not None) and call.key.shape[2]:
+            tiles_backward_key(
+                *(*given, dk, dv, by_key, target),
+                extras=extras,
+                d_key_bias=parts.key,
+                **numbers,
+            )
+        if dq is not None and factors is not None:
+            dq.mul_(factors)
+    if has_edges and (parts.wanted or parts.needs_weight or any(x is not None for x in written)):
+        given_out = out, lse, grad_out, grad_lse
+        parts.edges, parts.weight = edges_backward(
+            *(*inputs, edges, *given_out, written, _score(call, extras.dropout)),
+            needs_weight=parts.needs_weight,
+            needs_bias=bool(parts.wanted),
+            starts=starts,
+        )
+
+
+def _numbers(call: Call) -> dict[str, float]:
+    score = call.multilevel
+    scale = call.kernel_scale if score is None else call.kernel_scale / min(score.ranks)
+    return {"scale": scale, "softcap": call.softcap}
+
+
+def _levels(call: Call, score: MultiLevel) -> tuple[Levels, Tensor]:
+    """Return the levels of a multi-level score, and what multiplies the query in front of them, [D].
+
+    That is the least rank over each level's, and the scale divides by the least: these are powers of 2 for
+    most ranks that are in use, so that the query is not rounded again.
+    """
+    from ...kernels.tiles.levels import Levels, table
+
+    kept, device = call.layout.kept, call.layout.device
+    found = kept.header.levels
+    assert found is not None  # the layout fits the score
+    # Kept: a copy to the device for each layout, not for each call.
+    made: tuple[Tensor, Tensor] | None = kept.prepared.get("triton levels")
+    if made is None:
+        ranks = torch.tensor(score.ranks, device=device)
+        factors = (min(score.ranks) / ranks).repeat_interleave(ranks, output_size=found.prefixes[-1])
+        made = table(found.widths, found.prefixes, kept.header.q_start, device), factors
+        kept.prepared["triton levels"] = made
+    per_pair = score.normalize == "pair"
+    return Levels(made[0], found.prefixes, per_pair, shares_first=found.widths[0] == 0), made[1]
+
+
+def _score(call: Call, dropout: Dropout) -> Score:
+    """Say how the edge kernels score."""
+    from ...kernels.edges.launch import Additive, Score
+
+    found = call.additive
+    additive = None if found is None else Additive(found[0].contiguous(), found[1])
+    return Score(**_numbers(call), additive=additive, bias=terms.bias_of_edges(call), dropout=dropout)
+
+
+def _extras(call: Call) -> tuple[Extras, Tensor | None]:
+    """Return what a call has besides its inputs, and what multiplies the query; see ``_levels``."""
+    from ...kernels.tiles.extras import PLAIN
+
+    factors, q_start = None, call.layout.q_start
+    extras = PLAIN._replace(terms=terms.pack(call), q_start=q_start)
+    if call.dropout_p:
+        from ...kernels.tiles.terms import Dropout
+
+        extras = extras._replace(dropout=Dropout.of(call.dropout_p, call.seed, q_start))
+    if call.multilevel is not None:
+        levels, factors = _levels(call, call.multilevel)
+        extras = extras._replace(levels=levels)
+    return extras, factors
+
+
+def _target(device: torch.device) -> Target:
+    found = target_of(device)
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Launch on this device and its current stream."""
+    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
+
+
+def _lists(layout: Layout) -> tuple[Lists, Lists, EdgeLists]:
+    """Return the tiles by query and by key, and the edges."""
+    from ...kernels.edges.items import EdgeLists
+    from ...kernels.records import Lists
+
+    kept = layout.kept
+    if not kept.is_trusted:
+        layout.validate()
+    found: tuple[Lists, Lists, EdgeLists] | None = kept.prepared.get(name)
+    if found is None:
+        f, tile = layout.fields, kept.header.tile
+        by_query = Lists(f.group, f.q_ptr, f.q_tile, f.q_mark, f.patterns, f.q_order, tile)
+        by_key = Lists(f.group, f.k_ptr, f.k_tile, f.k_mark, f.patterns_t, f.k_order, tile)
+        edges = EdgeLists(
+            *(f.group, f.edge_ptr, f.edge_key, f.edge_id, f.col_ptr, f.col_query, f.col_edge),
+            kept.header.groups,
+        )
+        found = kept.prepared[name] = by_query, by_key, edges
+    return found

@@ -1,0 +1,31 @@
+"""Run Hugging Face models on attnbias: their masks become relations, never [Q, K] tensors.
+
+    from attnbias.integrations import huggingface
+
+    model = huggingface.attach(model)                                    # same results, its own masks
+    huggingface.set_relation(model, ab.Window(before=255))               # now sparse, in every layer
+    huggingface.set_relation(model, lambda layer: ab.Full() if layer % 4 == 3 else ab.Window(before=255))
+
+For transformers 5.x; tested with 5.22.2. An option that cannot be honoured raises an error.
+
+Modules: ``model`` (attach a model, set its relations), ``forward`` (the attention function that transformers
+calls), ``masks`` (mask functions as relations), ``relations`` (nearest keys; patches of a ViT). A mask
+function that transformers adds gets a reader in ``masks``.
+"""
+
+from .forward import NAME, attention_forward, register
+from .masks import Mask, make_mask
+from .model import attach, set_relation
+from .relations import NearestKeys, patch_neighborhood
+
+__all__ = [
+    "NAME",
+    "Mask",
+    "NearestKeys",
+    "attach",
+    "attention_forward",
+    "make_mask",
+    "patch_neighborhood",
+    "register",
+    "set_relation",
+]

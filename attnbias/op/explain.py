@@ -1,0 +1,89 @@
+"""Say what a call would do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..backends import sdpa
+from . import dispatch
+from .problem import Problem, layout_for
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..layouts.layout import Layout
+    from ..layouts.stats import Stats
+    from ..relations.relation import Relation
+    from .problem import Options
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The backend of a call, the reasons for it, and the work; print it to read it."""
+
+    backend: str
+    why: str
+    others: dict[str, str]  # why not the others
+    layout: Stats  # of all groups: heads and batch elements that share a relation share a group
+
+    def __str__(self) -> str:
+        stats = self.layout
+        rows = [
+            ("backend", f"{self.backend}: {self.why}"),
+            *(("not", f"{name}: {why}") for name, why in self.others.items()),
+            ("tiles", f"{stats.tiles_full} full, {stats.tiles_partial} partial, of {stats.tile}"),
+            ("edges", f"{stats.edges}"),
+            ("pairs", f"{stats.pairs} needed, {stats.executed} executed ({stats.waste:.2f}x)"),
+            ("layout", f"{stats.bytes} bytes, {stats.patterns} patterns"),
+        ]
+        return "\n".join(f"{name:8}{what}" for name, what in rows)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    relation: Relation | Layout | None = None,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **options: Unpack[Options],
+) -> Explanation:
+    """Say which backend ``attention`` runs with these arguments, why, and how much work that is.
+
+    Takes and checks the arguments of ``attention``, and computes nothing but the layout.
+
+    Raises:
+        NotImplementedError: as ``attention`` does, if the named backend cannot run this.
+
+    Example:
+        >>> import torch
+        >>> import attnbias as ab
+        >>> q = k = v = torch.zeros(1, 8, 256, 64)
+        >>> print(ab.explain(q, k, v, ab.Causal(), backend="reference"))
+        backend reference: it was asked for
+        not     sdpa: it is the default only on CUDA devices of sm_90 and newer
+        not     triton: ...
+        not     cpu: ...
+        not     rows: it could run this, but 'reference' was chosen
+        tiles   ... full, ... partial, of ...
+        edges   0
+        pairs   32896 needed, ... executed (...x)
+        layout  ... bytes, 1 patterns
+    """
+    problem = Problem(query, key, value, relation, return_lse=return_lse, **options)
+    name = dispatch.asked_for(backend)
+    chosen = dispatch.choose(problem, name)
+    others = {other: _why_not(problem, other, chosen) for other in dispatch.BACKENDS if other != chosen}
+    why = "it was asked for" if name else "it is the first that can run this"
+    return Explanation(chosen, why, others, layout_for(problem).stats())
+
+
+def _why_not(problem: Problem, name: str, chosen: str) -> str:
+    reasons = list(dispatch.BACKENDS[name].why_not(problem))
+    if name == sdpa.name:
+        reasons += sdpa.why_not_by_default(problem)
+    return "; ".join(reasons) or f"it could run this, but {chosen!r} was chosen"

@@ -1,0 +1,413 @@
+"""The checked arguments of one call of ``attention``; every argument error is raised here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import torch
+from torch import Tensor
+
+from ..arguments import as_flag, check_dense
+from ..layouts.layout import Layout
+from ..relations import Full
+from ..relations.listing import count_edges
+from ..relations.relation import Relation
+from ..scores.additive import AdditiveScore, Score
+from ..scores.multilevel import MultiLevel
+from ..scores.terms import KernelTerm, Sizes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..layouts.fill import Form
+    from ..scores.terms import Term
+
+DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
+
+LARGEST_ON_EDGES = 256  # head size: larger ones are for tiles, unless the relation is a graph
+
+_FULL = Full()
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of ``attention``, ``explain``, ``verify`` and ``attention_weights``."""
+
+    terms: Sequence[Term]
+    score: Score | None
+    scale: float | None
+    softcap: float | None
+    sink: Tensor | None
+    dropout_p: float
+    q_start: int | Literal["end"]
+    enable_gqa: bool | None
+
+
+DEFAULTS: Options = {
+    "terms": (),
+    "score": None,
+    "scale": None,
+    "softcap": None,
+    "sink": None,
+    "dropout_p": 0,  # dynamo makes a symbol of a float default, then finds it cannot be one
+    "q_start": 0,
+    "enable_gqa": None,
+}
+
+
+class Problem:
+    """One call of ``attention``, checked, with its defaults filled in.
+
+    Made in every call, so it is a plain record with slots, and the checks are cheap. Under ``torch.compile``
+    and ``torch.export``, checks that depend on lengths run when the op does.
+
+    Args:
+        query: [B, H, Q, D] or [H, Q, D].
+        key: [B, Hk, K, D] or [Hk, K, D]; Hk divides H.
+        value: [B, Hk, K, E] or [Hk, K, E].
+        relation: a Relation, a Layout, or None for ``Full()``.
+        terms: score terms, added in this order.
+        score: None, the dot product, an ``AdditiveScore`` or a ``MultiLevel``.
+        scale: factor of the score; None is ``D**-0.5`` for the dot product, else 1.
+        softcap: c of ``c * tanh(score / c)``; None or 0 is off.
+        sink: one more logit per head, without a value, [H].
+        dropout_p: share of the probabilities to drop.
+        q_start: position of the first query among the keys, or "end" (= K - Q).
+        enable_gqa: False refuses fewer key heads than query heads.
+        return_lse: whether the caller wants the lse.
+
+    Raises:
+        TypeError: for an argument of the wrong kind.
+        ValueError: for one of the right kind that does not fit.
+    """
+
+    __slots__ = (
+        "dropout_p",
+        "form",
+        "key",
+        "layout",
+        "q_start",
+        "query",
+        "relation",
+        "return_lse",
+        "scale",
+        "score",
+        "seed",
+        "sink",
+        "softcap",
+        "squeeze",
+        "terms",
+        "value",
+    )
+    query: Tensor  # [B, H, Q, D]
+    key: Tensor  # [B, Hk, K, D]
+    value: Tensor  # [B, Hk, K, E]
+    squeeze: bool  # the inputs came without a batch dimension
+    relation: Relation | None  # exactly one of relation
+    layout: Layout | None  # and layout is set
+    form: Form  # in which a relation is laid out
+    terms: tuple[Term, ...]
+    score: Score | None
+    scale: float
+    softcap: float  # 0.0 = off
+    sink: Tensor | None  # [H]
+    dropout_p: float
+    q_start: int
+    return_lse: bool
+    seed: Tensor | None  # int64 [1]: set by draw_seed
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        relation: Relation | Layout | None = None,
+        *,
+        return_lse: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        given: Options = {**DEFAULTS, **options} if options else DEFAULTS
+        if len(given) != len(DEFAULTS):
+            unknown = next(name for name in options if name not in DEFAULTS)
+            raise TypeError(f"{unknown}: no such argument; there are {', '.join(DEFAULTS)}")
+        self.squeeze = _check_tensors(query, key, value)
+        if self.squeeze:
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        _check_shapes(query, key, value, given["enable_gqa"])
+        self.query, self.key, self.value = query, key, value
+        self.score = score = _check_score(given["score"])
+        self.scale = _check_scale(given["scale"], query, score)
+        self.softcap = _check_softcap(given["softcap"])
+        self.sink = _check_sink(given["sink"], query)
+        self.dropout_p = _check_dropout(given["dropout_p"])
+        self.terms = _check_terms(given["terms"])
+        self.q_start = _resolve(given["q_start"], query, key)
+        self.return_lse = as_flag("return_lse", return_lse)
+        self.seed = self.relation = self.layout = None
+        if relation is None:
+            self.relation = _FULL
+        elif isinstance(relation, Relation):
+            self.relation = relation
+        elif isinstance(relation, Layout):
+            self.layout = relation
+        else:
+            raise TypeError(_not_a_relation(relation))
+        self.form = self._find_form()
+        if not torch.compiler.is_compiling():
+            self._fit()
+
+    def _find_form(self) -> Form:
+        """Return the form of the layout; numbers for edges, and scores without a tile kernel, need edges."""
+        if isinstance(self.score, AdditiveScore):
+            return "edges"
+        if self.terms and any(isinstance(term, KernelTerm) and term.part == "edge" for term in self.terms):
+            return "edges"
+        is_graph = self.relation is not None and self.relation.listed
+        return "tiles" if self.query.shape[3] > LARGEST_ON_EDGES and not is_graph else "auto"
+
+    def _fit(self) -> None:
+        """Raise unless terms, score and relation fit the lengths."""
+        if self.terms or self.score is not None:
+            sizes = self.sizes
+            for term in self.terms:
+                if isinstance(term, KernelTerm):
+                    term.check(sizes)
+            if self.score is not None:
+                self.score.check(sizes, self.query.shape[3])
+        if self.layout is not None:
+            fit_layout(self.layout, self)
+        elif self.relation is not _FULL:
+            assert self.relation is not None
+            B, H, Q, _ = self.query.shape
+            self.relation.check(Q, self.key.shape[2], self.q_start, batch=B, heads=H)
+        if self.form == "edges":
+            _fit_edges(self)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes that terms are made for."""
+        batch, heads, q_len, _ = self.query.shape
+        dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        return Sizes(batch, heads, q_len, self.key.shape[2], self.q_start, self.query.device, dtype)
+
+    def draw_seed(self) -> None:
+        """Draw the dropout seed from torch's generator; nothing is drawn without dropout."""
+        if self.dropout_p > 0:
+            self.seed = torch.randint(0, 2**63 - 1, (1,), device=self.query.device)
+
+
+def layout_for(problem: Problem) -> Layout:
+    """Return the layout of a problem, from the relation's cache unless it was given."""
+    relation, query, score = problem.relation, problem.query, problem.score
+    if relation is None:
+        assert problem.layout is not None
+        return problem.layout
+    B, H, Q, _ = query.shape
+    return relation.layout(
+        Q,
+        problem.key.shape[2],
+        q_start=problem.q_start,
+        device=query.device,
+        form=problem.form,
+        batch=B,
+        heads=H,
+        score=score if isinstance(score, MultiLevel) and problem.form != "edges" else None,
+    )
+
+
+def fit_layout(layout: Layout, problem: Problem) -> None:
+    """Raise unless a layout is for the tensors, q_start and score of a problem."""
+    query, key, q_start = problem.query, problem.key, problem.q_start
+    B, H, Q, _ = query.shape
+    layout.check(Q, key.shape[2], B, H)
+    header = layout.header
+    if header.q_start != q_start:
+        raise ValueError(
+            f"q_start: this layout was built with q_start={header.q_start}, got {q_start}; "
+            "pass the same value to layout() and attention()"
+        )
+    score = problem.score if isinstance(problem.score, MultiLevel) else None
+    if score is not None or header.classes != 2:
+        wanted = None if score is None else score.bind(Q, key.shape[2], q_start)
+        if header.levels != wanted:
+            raise ValueError(
+                f"score: this layout was built for the levels {header.levels}, the score has {wanted}; "
+                "pass the same score to layout() and attention()"
+            )
+    if layout.buffer.device != query.device:
+        raise ValueError(
+            f"relation: wanted a layout on the query's device, {query.device}, "
+            f"got one on {layout.buffer.device}; use layout.to(query.device)"
+        )
+
+
+def _fit_edges(problem: Problem) -> None:
+    """Raise unless all pairs are edges, and each ``EdgeBias`` has a number for every edge."""
+    counts = [term.edges for term in problem.terms if isinstance(term, KernelTerm) and term.edges is not None]
+    if problem.relation is not None and counts:
+        wanted = count_edges(problem.relation, "terms: EdgeBias")
+        for count in counts:
+            if count != wanted:
+                raise ValueError(f"terms: EdgeBias.bias: wanted {wanted} numbers, one per edge, got {count}")
+    layout = problem.layout
+    if layout is not None:
+        if layout.tiles:
+            is_score = isinstance(problem.score, AdditiveScore)
+            needed = "score: AdditiveScore" if is_score else "terms: EdgeBias"
+            raise ValueError(f"{needed} wants a layout with edges only; build it with form='edges'")
+        if any(count < layout.edge_numbers for count in counts):
+            raise ValueError(
+                f"terms: EdgeBias.bias: this layout names edges up to {layout.edge_numbers - 1}, "
+                f"got {min(counts)} numbers"
+            )
+
+
+def _check_score(score: object) -> Score | None:
+    if score is not None and not isinstance(score, (AdditiveScore, MultiLevel)):
+        wanted = "None (the dot product), an AdditiveScore or a MultiLevel"
+        raise TypeError(f"score: wanted {wanted}, got {_kind(score)}")
+    return score
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Check kind, rank, dtype and device; return whether the batch dimension is missing."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_dense(name, x)
+    rank = query.dim()
+    if rank not in (3, 4):
+        raise ValueError(f"query: wanted [B, H, Q, D] or [H, Q, D], got {rank} dimensions, {_shape(query)}")
+    dtype, device = query.dtype, query.device
+    if dtype not in DTYPES:
+        raise TypeError(f"query: wanted float32, float16, bfloat16 or float64, got {dtype}")
+    for name, x in (("key", key), ("value", value)):
+        if x.dim() != rank:
+            raise ValueError(f"{name}: wanted {rank} dimensions like query, got {x.dim()}, {_shape(x)}")
+        if x.dtype != dtype:
+            raise TypeError(f"{name}: wanted the query's dtype, {dtype}, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name}: wanted the query's device, {device}, got {x.device}")
+    return rank == 3
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool | None) -> None:
+    B, H, _, D = query.shape
+    key_batch, Hk, K, key_size = key.shape
+    value_batch, value_heads, value_length, E = value.shape
+    for name, batch in (("key", key_batch), ("value", value_batch)):
+        if batch != B:
+            raise ValueError(f"{name}: wanted the query's batch size, {B}, got {batch}")
+    if value_heads != Hk:
+        raise ValueError(f"value: wanted the key's head count, {Hk}, got {value_heads}")
+    if enable_gqa is not None:
+        enable_gqa = as_flag("enable_gqa", enable_gqa)
+    if Hk != H:
+        if Hk == 0 or H % Hk != 0:
+            raise ValueError(f"key: wanted a head count that divides the query's {H}, got {Hk}")
+        if enable_gqa is False:
+            raise ValueError(f"key: wanted the query's {H} heads because of enable_gqa=False, got {Hk}")
+    if value_length != K:
+        raise ValueError(f"value: wanted the key's length, {K}, got {value_length}")
+    if D == 0:
+        raise ValueError(f"query: wanted a head size D of at least 1, got {_shape(query)}")
+    if key_size != D:
+        raise ValueError(f"key: wanted the query's head size D, {D}, got {key_size}")
+    if E == 0:
+        raise ValueError(f"value: wanted a value size E of at least 1, got {_shape(value)}")
+
+
+def _check_scale(scale: float | None, query: Tensor, score: Score | None) -> float:
+    if scale is None:
+        return float(query.shape[-1] ** -0.5) if score is None else 1.0
+    # A comparison, not math.isfinite: dynamo follows it for a scale that it traces as a symbol.
+    if not (_is_number(scale) and -math.inf < scale < math.inf):
+        raise _wrong_number("scale", "a finite number", scale)
+    return scale
+
+
+def _check_softcap(softcap: float | None) -> float:
+    if softcap is None:
+        return 0.0
+    if not (_is_number(softcap) and 0 <= softcap < math.inf):
+        raise _wrong_number("softcap", "a finite number of at least 0", softcap)
+    return softcap
+
+
+def _check_dropout(dropout_p: float) -> float:
+    if not (_is_number(dropout_p) and 0 <= dropout_p <= 1):
+        raise _wrong_number("dropout_p", "a number from 0 to 1", dropout_p)
+    return dropout_p
+
+
+def _check_sink(sink: Tensor | None, query: Tensor) -> Tensor | None:
+    if sink is None:
+        return None
+    heads = query.shape[1]
+    if not isinstance(sink, Tensor):
+        raise TypeError(f"sink: wanted a tensor [H], got {_kind(sink)}")
+    check_dense("sink", sink)
+    if sink.dim() != 1 or sink.shape[0] != heads:
+        raise ValueError(f"sink: wanted a logit per query head, [{heads}], got {_shape(sink)}")
+    if sink.dtype not in DTYPES:
+        raise TypeError(f"sink: wanted a floating-point tensor, got {sink.dtype}")
+    if sink.device != query.device:
+        raise ValueError(f"sink: wanted the query's device, {query.device}, got {sink.device}")
+    return sink
+
+
+def _check_terms(terms: Sequence[Term]) -> tuple[Term, ...]:
+    if not isinstance(terms, (list, tuple)):
+        raise TypeError(f"terms: wanted a list or tuple of score terms, got {_kind(terms)}")
+    for i, term in enumerate(terms):
+        if not callable(getattr(term, "value", None)):
+            raise TypeError(
+                f"terms[{i}]: wanted a score term, which has a method value(b, h, q, k), got {_kind(term)}"
+            )
+    return tuple(terms)
+
+
+def _resolve(q_start: int | Literal["end"], query: Tensor, key: Tensor) -> int:
+    if q_start == "end":
+        return key.shape[2] - query.shape[2]
+    if not isinstance(q_start, (int, torch.SymInt)) or isinstance(q_start, bool):
+        raise TypeError(f"q_start: wanted an int or 'end', got {q_start!r}")
+    return q_start
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (float, int, torch.SymFloat, torch.SymInt)) and not isinstance(x, bool)
+
+
+def _wrong_number(name: str, wanted: str, got: object) -> TypeError | ValueError:
+    if _is_number(got):
+        return ValueError(f"{name}: wanted {wanted}, got {got}")
+    return TypeError(f"{name}: wanted {wanted}, got {_kind(got)}")
+
+
+def _not_a_relation(got: Any) -> str:
+    wanted = "relation: wanted a Relation, a Layout or None (= Full)"
+    if isinstance(got, Tensor) and got.dtype in (torch.int64, torch.int32):
+        return (
+            f"{wanted}, got a tensor {_shape(got)} of integers; for edges use ab.Graph(edge_index, num_nodes)"
+        )
+    if isinstance(got, Tensor):
+        return f"{wanted}, got a tensor {_shape(got)}; for a boolean mask use ab.Dense(mask)"
+    if hasattr(got, "edge_index"):
+        return f"{wanted}, got {type(got).__name__}, which has edges; use ab.Graph(data)"
+    if type(got).__name__ == "BlockMask":
+        return f"{wanted}, got a BlockMask; use attnbias.integrations.flex.from_block_mask(mask)"
+    if isinstance(got, type) and issubclass(got, Relation):
+        return f"{wanted}, got the class {got.__name__}; make a value of it, {got.__name__}(...)"
+    if callable(got):
+        return f"{wanted}, got a function; for a predicate or a mask_mod use ab.Where(function)"
+    return f"{wanted}, got {_kind(got)}"
+
+
+def _kind(x: object) -> str:
+    if isinstance(x, Tensor):
+        return f"a tensor {_shape(x)}"
+    return f"{type(x).__name__} {x!r}"
+
+
+def _shape(x: Tensor) -> str:
+    return "of nested ones" if x.is_nested else str(list(x.shape))

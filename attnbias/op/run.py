@@ -1,0 +1,60 @@
+"""Run a checked problem: in eager as one ``Call``, while tracing as the op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ..backends.call import Call, Inputs
+from ..scores.additive import AdditiveScore
+from ..scores.terms import PARTS, make_parts
+from . import dispatch
+from .codec import encode, join
+from .library import forward_op, is_traced, refuse_transformed, run_eager
+from .problem import Problem, layout_for
+
+
+def attend(problem: Problem, name: str | None) -> tuple[Tensor, Tensor | None]:
+    """Run a problem on the named backend, or on the first that can."""
+    if is_traced(problem.query):
+        in_place = dispatch.choose_traced(problem, name)
+        if in_place is not None:
+            return in_place.attend(problem)
+        inputs, codes = _make_inputs(problem)
+        out, lse = forward_op(*join(inputs, encode(problem, codes, name)))
+        return out, lse
+    name = dispatch.choose(problem, name)
+    if name in dispatch.IN_PLACE:
+        return dispatch.IN_PLACE[name].attend(problem)
+    refuse_transformed(_given(problem))
+    return run_eager(_make_call(problem), name)
+
+
+def _given(problem: Problem) -> Iterator[object]:
+    """Yield all that a transform may have wrapped: the inputs, and the fields of terms and score."""
+    yield from (problem.query, problem.key, problem.value, problem.sink)
+    for part in (*problem.terms, problem.score):
+        if part is not None:
+            yield from vars(part).values()
+
+
+def _make_call(problem: Problem) -> Call:
+    inputs, codes = _make_inputs(problem)
+    score = problem.score
+    if isinstance(score, AdditiveScore):
+        score = AdditiveScore(negative_slope=score.negative_slope)  # its weight is among the inputs
+    numbers = (problem.scale, problem.softcap, problem.dropout_p)
+    return Call(inputs, layout_for(problem), *numbers, score, problem.seed, codes)
+
+
+def _make_inputs(problem: Problem) -> tuple[Inputs, list[Tensor]]:
+    """Return the tensors that may need a gradient, and the codes of a grid."""
+    tensors = problem.query, problem.key, problem.value, problem.sink
+    if not problem.terms and problem.score is None:
+        return Inputs(*tensors), []
+    sizes, weight = problem.sizes, None
+    if isinstance(problem.score, AdditiveScore):
+        weight = problem.score.make_weight(sizes, problem.query.shape[3])
+    parts, codes = make_parts(problem.terms, sizes)
+    return Inputs(*tensors, weight, *map(parts.get, PARTS)), codes

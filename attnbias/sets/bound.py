@@ -1,0 +1,200 @@
+"""A relation bound to lengths, and the set algebra on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .edges import Edges
+from .intervals import Intervals, Ints, align, count_groups, make_groups, pointer
+from .predicate import Predicate, Related
+
+# Limits on the memory that an exact form takes; a larger set is left to a test of each pair.
+MOST_PER_ROW = 64  # ranges, or scattered pairs, in a row on average
+MANY_RANGES = 1 << 22  # fewer in all are never too many
+
+
+class Place(NamedTuple):
+    """The place where a relation is bound: lengths, the first query's position, and the sizes around it."""
+
+    q_len: int
+    k_len: int
+    q_start: int = 0
+    batch: int | None = None
+    heads: int | None = None
+    device: str = "cpu"
+    most_listed: float = 1.0  # share of pairs up to which scattered ones are listed; set by a builder
+
+    @property
+    def positions(self) -> Ints:
+        """Positions of the queries among the keys, [q_len]."""
+        return np.arange(self.q_start, self.q_start + self.q_len)
+
+    def everywhere(self, batch: int = 1, heads: int = 1) -> Intervals:
+        """Return all pairs, with a group for every batch and head."""
+        form = Intervals.full(self.q_len, self.k_len)
+        return form.take_groups(make_groups(batch, heads), np.zeros(batch * heads, np.int64))
+
+    def bind_ranges(self, row: Ints, start: Ints, stop: Ints) -> Bound:
+        """Return ranges of keys, any number of them in a row and in any order."""
+        return Bound(Intervals.empty(self.q_len, self.k_len, make_groups()).from_ranges(row, start, stop))
+
+    def bind_pairs(
+        self, row: Ints, key: Ints, group: Ints | None = None, number: Ints | None = None
+    ) -> Bound:
+        """Return pairs in any order, with the caller's numbers."""
+        group = make_groups() if group is None else group
+        return Bound(None, Edges.from_pairs(self.q_len, self.k_len, group, row, key, number))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Related pairs as a ``solid`` form (ranges or a predicate) and ``edges``; no pair is in both.
+
+    Two parts because a union such as ``Window | Graph`` is small only as two.
+    """
+
+    solid: Intervals | Predicate | None
+    edges: Edges | None = None
+
+    @property
+    def forms(self) -> list[Intervals | Predicate | Edges]:
+        """The one or two that are there."""
+        return [form for form in (self.solid, self.edges) if form is not None]
+
+    @property
+    def group(self) -> Ints:
+        """Map [batch, heads] -> g, the same for both parts."""
+        form = self.edges if self.solid is None else self.solid
+        assert form is not None
+        return form.group
+
+    def take_groups(self, group: Ints, which: Ints) -> Bound:
+        """Return the same set under another map of groups."""
+        solid = None if self.solid is None else self.solid.take_groups(group, which)
+        edges = None if self.edges is None else self.edges.take_groups(group, which)
+        return Bound(solid, edges)
+
+    @property
+    def no_edges(self) -> Edges:
+        """An empty list of edges of the same sizes."""
+        form = self.forms[0]
+        return Edges.empty(form.q_len, form.k_len, form.group)
+
+    def contains(self, row: Ints, key: Ints) -> NDArray[np.bool_]:
+        """Return whether each pair (row, key) is related."""
+        return reduce(or_, [form.contains(row, key) for form in self.forms])
+
+    def count(self) -> int:
+        """Return the number of related pairs over all batches and heads, a pair counting once."""
+        once = replace(self, edges=None if self.edges is None else self.edges.distinct())
+        counts = np.sum([form.counts() for form in once.forms], 0)  # [rows]
+        return int(counts.reshape(count_groups(self.group), -1).sum(1)[self.group].sum())
+
+
+def intersect(a: Bound, b: Bound) -> Bound:
+    """Return the pairs in both. Edges are filtered, so a graph costs as much as it has edges.
+
+    Duplicate edges stay: a pair listed by both has the edges of the one that has more, ``a`` if as many.
+    """
+    a, b = align(a, b)
+    listed = []
+    for mine, other in ((a, b), (b, a)):
+        if mine.edges is None:
+            continue
+        row, key = mine.edges.row, mine.edges.key
+        kept = np.zeros(len(key), bool) if other.solid is None else other.solid.contains(row, key)
+        if other.edges is not None:
+            often, theirs = mine.edges.count_of(row, key), other.edges.count_of(row, key)
+            kept |= (theirs > 0) & ((often >= theirs) if mine is a else (often > theirs))
+        if mine is a or kept.any():
+            listed.append(mine.edges.filter(kept))
+    solid = None
+    if a.solid is not None and b.solid is not None:
+        solid = _intersect_solid(a.solid, b.solid)
+    if solid is None and not listed:
+        listed = [a.no_edges]
+    return Bound(solid, join_edges(listed))
+
+
+def _intersect_solid(a: Intervals | Predicate, b: Intervals | Predicate) -> Intervals | Predicate:
+    if isinstance(a, Intervals):
+        return a & b if isinstance(b, Intervals) else replace(b, bound=b.bound & a)
+    if isinstance(b, Intervals):
+        return replace(a, bound=a.bound & b)
+    both: Related = lambda q, k, b_, h: a.related(q, k, b_, h) & b.related(q, k, b_, h)  # noqa: E731
+    return a.with_rule(a.bound & b.bound, both, a.stationary and b.stationary)
+
+
+def unite(parts: Sequence[Bound], related: Related, stationary: bool) -> Bound:
+    """Return the pairs in any of the parts, each once; ``related`` is the union's own definition."""
+    parts = align(*parts)
+    solids = [part.solid for part in parts if part.solid is not None]
+    edges = join_edges([part.edges for part in parts if part.edges is not None])
+    if edges is not None:
+        edges = edges.distinct()
+    if not solids:
+        return Bound(None, edges)
+    solid: Intervals | Predicate = reduce(or_, [form.bound for form in solids])
+    for form in solids:
+        if isinstance(form, Predicate):
+            solid = form.with_rule(solid.bound, related, stationary)
+    if edges is not None:
+        edges = edges.filter(~solid.contains(edges.row, edges.key))
+    return Bound(solid, edges)
+
+
+def complement(part: Bound, place: Place, related: Related, stationary: bool) -> Bound:
+    """Return the pairs not in the part; ``related`` is the complement's own definition."""
+    if isinstance(part.solid, Predicate):
+        everything = ~Intervals.empty(place.q_len, place.k_len, part.group)
+        return Bound(part.solid.with_rule(everything, related, stationary))
+    form = part.solid
+    if part.edges is not None:
+        listed = part.edges.intervals()
+        form = listed if form is None else form | listed
+    assert form is not None
+    return Bound(~form)
+
+
+def stack(parts: Sequence[Bound], pick: Ints, place: Place, related: Related) -> Bound:
+    """Return another part for each batch and head; ``pick`` [batch, heads] numbers them."""
+    shape = np.broadcast_shapes(pick.shape, *(part.group.shape for part in parts))
+    pick = np.broadcast_to(pick, shape)
+    first = pointer(np.array([count_groups(part.group) for part in parts]))
+    maps = np.stack([np.broadcast_to(part.group, shape) for part in parts])
+    everyone = np.take_along_axis(maps, pick[None], 0)[0] + first[pick]
+    used, group = np.unique(everyone, return_inverse=True)  # a part's own groups may go unused
+    group = group.reshape(shape)
+    edges = None
+    if any(part.edges is not None for part in parts):
+        lists = [part.edges or part.no_edges for part in parts]
+        edges = Edges.stack(lists, everyone).take_groups(group, used)
+    if all(part.solid is None for part in parts):
+        return Bound(None, edges)
+    solids = [part.solid or Intervals.empty(place.q_len, place.k_len, part.group) for part in parts]
+    bound = Intervals.stack([form.bound for form in solids], everyone).take_groups(group, used)
+    rules = tuple(form if isinstance(form, Predicate) else None for form in solids)
+    if not any(rules):
+        return Bound(bound, edges)
+    part_of = np.searchsorted(first, used, side="right") - 1
+    source = np.stack((part_of, used - first[part_of]), 1)
+    solid = Predicate(bound, related, place.q_start, device=place.device, parts=rules, source=source)
+    return Bound(solid, edges)
+
+
+def join_edges(listed: Sequence[Edges]) -> Edges | None:
+    """Return one list of edges for several over the same groups; None for none."""
+    if len(listed) < 2:
+        return listed[0] if listed else None
+    first = listed[0]
+    row, key, edge_id = (
+        np.concatenate([getattr(each, name) for each in listed]) for name in ("row", "key", "id")
+    )
+    return Edges.from_pairs(first.q_len, first.k_len, first.group, row, key, edge_id)

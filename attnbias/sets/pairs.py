@@ -1,0 +1,18 @@
+"""Pairs of a relation where its tensors are, such as a GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .intervals import Ints
+
+
+class Pairs(NamedTuple):
+    """Pairs one by one, in the caller's order."""
+
+    group: Ints  # [batch, heads] -> g, on the host
+    row: Tensor  # [E], g * q_len + query
+    key: Tensor  # [E]
+    number: Tensor | None  # [E], the caller's; None = 0, 1, ...

@@ -1,0 +1,39 @@
+"""The named cases of a device: relations among tokens, and graphs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .graphs import GRAPHS, SHAPES, GraphCase
+from .tokens import CASES, GPU_QUICK, QUICK, Case, Named, gpu_cases
+
+QUICK_GRAPHS = ("airfoil 4x32", "mol1024 4x32")
+
+
+def _graph_case(name: str, heads: int, size: int) -> Case:
+    return GraphCase.of(GRAPHS[name](), heads, size)
+
+
+def graph_cases() -> Named:
+    """Return every graph with every number and size of heads; making a missing graph raises."""
+    return {
+        f"{name} {heads}x{size}": partial(_graph_case, name, heads, size)
+        for name in GRAPHS
+        for heads, size in SHAPES
+    }
+
+
+def cases_of(device: str, *, is_quick: bool) -> Named:
+    """Return the named cases of a device, all or those of a quick run."""
+    if not device.startswith("cuda"):
+        everything = {**CASES, **graph_cases()}
+        return {name: everything[name] for name in (*QUICK, *QUICK_GRAPHS)} if is_quick else everything
+    named = gpu_cases(device)
+    if is_quick:  # one shape of each relation
+        named = {name: make for name, make in named.items() if "/" not in name or GPU_QUICK in name}
+    return named
+
+
+def is_graph(name: str) -> bool:
+    """Return whether a case is a graph or a list of neighbours."""
+    return "knn" in name or name in graph_cases()

@@ -1,0 +1,16 @@
+"""Timers, timed runs and their records.
+
+=============  ================================================================================
+timing         clocks, samples and spreads
+race           a case and its peers, timed in turn
+run            one run of ``attnbias bench``: every case, then the sweeps
+sweep          speed against density and against length
+record         the results of a run, kept as JSON
+terminal       tables and progress on the terminal
+layout_times   ``attnbias bench layouts``: the time of building a layout
+pair_costs     ``attnbias bench costs``: constants of the builder's choice between tiles and edges
+graph_memory   peak memory of a pass over a graph, in a process of its own
+=============  ================================================================================
+
+Imports ``cases`` and ``peers``.
+"""

@@ -1,0 +1,225 @@
+"""The backward pass over a layout's tiles: by query for dq; backward_key.py by key for dk and dv. No atomics.
+
+With P = exp(score - lse), Z = 1 or what dropout multiplies P by, dP = Z * (dout v^T) and
+delta = rowsum(out * dout) - dlse:
+dS = P * (dP - delta), dq = scale * dS k, dk = scale * dS^T q, dv = (Z * P)^T dout.
+"""
+# Triton gives kernels their types, from the arguments of a launch.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch.config import Spec, Target
+from ..launch.launch import launch
+from ..records import Lists
+from .chunks import add_products, fetch, load_own, own_prefix, score, store_sums, sums_prefix, zero_sums
+from .extras import PLAIN, Extras
+from .levels import add_mixed, divide_by_depths, score_mixed
+from .row_sums import PADDING
+from .terms import Diagonals, Dropout, add_terms, keep_tile, store_diagonals, store_pairs
+from .tile import head_of, load_values, mask, mask_half
+from .walk import (
+    NUMBERS,
+    Rows,
+    Walk,
+    fetch_values,
+    find_bounds,
+    find_stretch,
+    find_tile,
+    own_patterns,
+    place,
+    same_rows,
+    tile_of,
+    walked_side,
+)
+
+
+class TermGrads(NamedTuple):
+    """Destinations of the gradients of score terms; None where none are wanted."""
+
+    pairs: Any  # float32 [lines, Q, K]
+    slots: Any  # terms.Slots
+    line: Any  # batch and head
+
+
+@triton.jit
+def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, d_terms, LOOP: tl.constexpr, SPEC: tl.constexpr):
+    """Add a stretch of key tiles to dq of a query tile."""
+    PARTIAL: tl.constexpr = SPEC.loops[LOOP].is_partial
+    MIXED: tl.constexpr = PARTIAL and SPEC.has.levels > 0
+    COLS: tl.constexpr = SPEC.loops[LOOP].walked
+    own, keys, cols = walk.own, walk.d_side, tl.arange(0, COLS)
+    j = find_tile(walk.lists, stretch.begin, COLS, SPEC)
+    for t in tl.range(stretch.begin, stretch.end, disallow_acc_multi_buffer=SPEC.one_buffer):
+        if SPEC.ahead:
+            following = find_tile(walk.lists, t + 1, COLS, SPEC)
+        else:
+            j = find_tile(walk.lists, t, COLS, SPEC)
+        # k before v: ptxas keeps the order of the loads. Levels score first: their loops hold less then.
+        if MIXED:
+            tile = tile_of(keys, j, cols)
+            s, depths = score_mixed(own, tile, walk.table, stretch.inner, SPEC)
+        else:
+            k = fetch(keys, j, cols, LOOP, SPEC)
+        if SPEC.has.levels and not MIXED:
+            s = score(q, k, stretch.inner, LOOP, SPEC)
+        v = fetch_values(walk.e_side, j, cols, PARTIAL, SPEC)
+        if not SPEC.has.levels:
+            s = score(q, k, stretch.inner, LOOP, SPEC)
+        x = s * stretch.c
+        if SPEC.has.terms:
+            row, col = (own.first + own.rows)[:, None], (j * COLS + cols)[None, :]
+            x = add_terms(x, walk.terms, keys.b, walk.h, row, col, own.length, keys.length)
+        p = tl.math.exp2(x - lse2[:, None])
+        if PARTIAL and not SPEC.half:
+            p = mask(p, walk.lists, t, own.rows, cols, 0.0, COLS, SPEC)
+        dp = tl.dot(grad, v.T, input_precision=SPEC.precision)
+        if SPEC.has.dropout:
+            kept = keep_tile(walk.drop, keys.b, walk.h, own.first + own.rows, j * COLS, COLS)
+            dp = tl.where(kept, dp * walk.drop.regrow, 0.0)
+        # The gradients of terms are without the factor of the depth.
+        if SPEC.has.per_pair and not PARTIAL and not SPEC.has.terms:
+            ds = p * (dp * stretch.depth_factor - (delta * stretch.depth_factor)[:, None])
+        else:
+            ds = p * (dp - delta[:, None])
+        if d_terms.pairs is not None:
+            store_pairs(ds, d_terms.pairs, d_terms.line, row, col, own.length, keys.length)
+        if d_terms.slots is not None:
+            i = own.first // SPEC.rows
+            store_diagonals(ds, d_terms.slots, d_terms.line, t, i, j, own.length, SPEC)
+        if SPEC.has.softcap:
+            ds = ds * (1.0 - s * s)
+        if SPEC.has.per_pair and PARTIAL:
+            ds = divide_by_depths(ds, own, tile, depths, walk.table)
+        elif SPEC.has.per_pair and SPEC.has.terms:
+            ds = ds * stretch.depth_factor
+        if MIXED:
+            dq = add_mixed(dq, ds, own, tile, depths, walk.table, SPEC)
+        else:
+            ds = ds.to(v.dtype)
+            if PARTIAL and SPEC.half:
+                ds = mask_half(ds, walk.lists, t, own.rows, cols, COLS, SPEC)
+            dq = add_products(dq, ds, k, LOOP, SPEC)
+        if SPEC.ahead:
+            j = following
+    return dq
+
+
+@triton.jit(do_not_specialize=[*NUMBERS, "heads_per_key"])
+def backward_query_kernel(
+    d_tiles,  # descriptors come first: on sm_100 that saves instructions in the loops
+    e_tiles,
+    q,
+    k,
+    v,
+    grad_out,
+    dq,
+    lse2,
+    delta,
+    d_pairs,
+    slots,
+    lists,
+    group_b,
+    group_h,
+    list_tiles,
+    is_ordered,
+    heads,
+    heads_per_key,
+    q_len,
+    k_len,
+    c,
+    inner,
+    scale,
+    seed,
+    drop_above,
+    regrow,
+    q_start,
+    terms,
+    table,
+    SPEC: tl.constexpr,
+):
+    """Write dq = scale * dS k. A program has one query tile of one head."""
+    ROWS: tl.constexpr = SPEC.rows
+    listed, i, h, b = place(lists, list_tiles, is_ordered, heads, ROWS, SPEC)
+    exists = i * ROWS < q_len
+    bounds = find_bounds(lists, b, h, group_b, group_h, listed, list_tiles, exists, SPEC)
+    kh = h // heads_per_key
+    rows = tl.arange(0, ROWS)
+    own = Rows(head_of(q, b, h), i * ROWS, q.at, rows, q_len, q_start)
+    walk = Walk(
+        own=own,
+        d_side=walked_side(k, d_tiles, b, kh, k_len, 0, 0, SPEC),
+        e_side=walked_side(v, e_tiles, b, kh, k_len, 0, 1, SPEC),
+        lists=own_patterns(lists, i, ROWS, SPEC),
+        h=h,
+        drop=Dropout(tl.load(seed), drop_above, q_start, regrow) if SPEC.has.dropout else None,
+        terms=terms,
+        table=table,
+    )
+    queries = load_own(own, SPEC)
+    grad = load_values(same_rows(grad_out, b, h, own), True, SPEC)
+    at = (b * heads + h).to(tl.int64) * (tl.cdiv(q_len, PADDING) * PADDING) + i * ROWS + rows
+    own_lse2, own_delta = tl.load(lse2 + at), tl.load(delta + at)
+    d_terms = TermGrads(d_pairs, slots, b * heads + h)
+    sums = zero_sums(ROWS, SPEC)
+    for LOOP in tl.static_range(len(SPEC.loops)):
+        for depth in tl.range(SPEC.loops[LOOP].first, SPEC.loops[LOOP].stop):
+            stretch = find_stretch(bounds, exists, depth, table, c, inner, LOOP, SPEC)
+            x = own_prefix(queries, own, stretch.prefix, LOOP, SPEC)
+            sums = _walk_keys(sums, x, grad, own_lse2, own_delta, walk, stretch, d_terms, LOOP, SPEC)
+            # Depths go up: what is after a prefix was zero.
+            sums = sums_prefix(sums, zero_sums(ROWS, SPEC), stretch.prefix, LOOP, SPEC)
+    store_sums(same_rows(dq, b, h, own), sums, scale, SPEC)
+
+
+def tiles_backward_query(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    delta: Tensor,
+    lse2: Tensor,
+    dq: Tensor,
+    lists: Lists,
+    target: Target,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    extras: Extras = PLAIN,
+    d_pairs: Tensor | None = None,
+    needs_relative: bool = False,
+) -> Tensor | None:
+    """Write dq [B, H, Q, D] of the pairs in a layout's tiles, which are given by query.
+
+    ``delta`` and ``lse2`` come from ``row_sums``; the rest is as in ``tiles_forward``.
+    The gradients of the terms of all pairs go to ``d_pairs``, float32 [B, H, Q, K], zeros before, if given.
+
+    Returns:
+        The gradient of the part ``relative``, float32 [B, H, Q + K - 1], if needed.
+    """
+    B, H, Q, _ = q.shape
+    diagonals: list[Diagonals] = []
+
+    def make_slots(spec: Spec) -> dict[str, Any]:
+        diagonals[:] = [Diagonals(lists, spec, B, H, Q, k.shape[2])] if needs_relative else []
+        return {"slots": diagonals[0].slots if diagonals else None}
+
+    launch(
+        backward_query_kernel,
+        "backward_query",
+        target,
+        lists,
+        {"q": q, "k": k, "v": v, "grad_out": grad_out, "dq": dq},
+        extras.present(scale, softcap),
+        by_spec=make_slots,
+        lse2=lse2,
+        delta=delta,
+        d_pairs=d_pairs,
+        scale=scale,
+        **extras.arguments(scale, softcap),
+    )
+    return diagonals[0].add_up() if diagonals else None

@@ -1,0 +1,190 @@
+"""Score terms and dropout: what is added to scores and dropped from weights. The only copy.
+
+Terms come as parts (see attnbias.scores.terms). Kernels are compiled without what is absent, which is None.
+"""
+# Triton gives kernels their types, from the arguments of a launch.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch.config import Spec
+from ..records import Lists, Strided, round_up
+from .tile import LOG2E, head_of
+
+
+class PairPart(NamedTuple):
+    """A number per pair, float32 [B or 1, H or 1, Q, K]; the stride of a size of 1 is 0."""
+
+    ptr: Any
+    b: int
+    h: int
+    q: int
+    k: int
+
+
+class GridPart(NamedTuple):
+    """A number per difference of codes, float32 [B or 1, H or 1, differences]; int32 codes [Q] and [K]."""
+
+    ptr: Any
+    b: int
+    h: int
+    query_code: Any
+    key_code: Any
+
+
+class Terms(NamedTuple):
+    """The parts of a call, as kernels read them."""
+
+    relative: Strided | None = None  # by k - q, the first being 1 - Q
+    key: Strided | None = None
+    pair: PairPart | None = None
+    grid: GridPart | None = None
+
+
+@triton.jit
+def add_terms(s, terms, b, h, row, col, q_len, k_len):
+    """Add the terms of a tile of pairs to its scores, both times log2(e).
+
+    ``row`` and ``col`` broadcast to s; a pair past the ends gets the number of another one, and is masked.
+    """
+    row = tl.minimum(row, q_len - 1)
+    col = tl.minimum(col, k_len - 1)
+    if terms.relative is not None:
+        s += tl.load(head_of(terms.relative, b, h) + (col - row + (q_len - 1))) * LOG2E
+    if terms.key is not None:
+        s += tl.load(head_of(terms.key, b, h) + col) * LOG2E
+    if terms.pair is not None:
+        at = row.to(tl.int64) * terms.pair.q + col.to(tl.int64) * terms.pair.k
+        s += tl.load(head_of(terms.pair, b, h) + at) * LOG2E
+    if terms.grid is not None:
+        at = tl.load(terms.grid.query_code + row) - tl.load(terms.grid.key_code + col)
+        s += tl.load(head_of(terms.grid, b, h) + at) * LOG2E
+    return s
+
+
+@triton.jit
+def store_pairs(ds, d_pairs, line, row, col, q_len, k_len):
+    """Store the gradients of a tile's scores in [lines, q_len, k_len]."""
+    at = (line.to(tl.int64) * q_len + row) * k_len + col
+    tl.store(d_pairs + at, ds, mask=(row < q_len) & (col < k_len))
+
+
+@triton.jit
+def store_diagonals(ds, slots, line, t, i, j, q_len, SPEC: tl.constexpr):
+    """Store the sums of a tile's diagonals, and where they belong, in a slot of the tile's own.
+
+    Row r is rotated left by r columns: column c then holds distance c, less COLS for each time that the row
+    went around.
+    """
+    ROWS: tl.constexpr = SPEC.rows
+    COLS: tl.constexpr = SPEC.cols
+    STEPS: tl.constexpr = SPEC.tile // ROWS
+    AROUND: tl.constexpr = ROWS // COLS if ROWS > COLS else 1
+    BLOCK: tl.constexpr = ROWS if ROWS < COLS else COLS
+    cols = tl.arange(0, COLS)
+    source = tl.arange(0, ROWS)[:, None] + cols[None, :]
+    shifted = tl.gather(ds, source % COLS, 1)
+    slot = (tl.load(slots.first + line) * (SPEC.tile // COLS) + t) * STEPS + i % STEPS
+    for n in tl.static_range(AROUND + 1):
+        diagonal = tl.sum(tl.where(source // COLS == n, shifted, 0.0), 0)
+        tl.store(slots.sums + (slot * (AROUND + 1) + (AROUND - n)) * COLS + cols, diagonal)
+    block = (j * COLS - i * ROWS + tl.cdiv(q_len, ROWS) * ROWS) // BLOCK
+    tl.store(slots.places + slot, line.to(tl.int64) * slots.blocks + block)
+
+
+@triton.jit
+def keep_tile(drop, b, h, rows, first, COLS: tl.constexpr):
+    """Say which pairs of rows [R] and the COLS keys from ``first`` on survive dropout: bool [R, COLS].
+
+    Four keys share the words of one Philox block; ``drop`` is (seed, threshold - 1, q_start, regrow).
+    """
+    seed, above, q_start, _ = drop
+    blocks = first // 4 + tl.arange(0, COLS // 4)
+    w0, w1, w2, w3 = tl.philox(seed, blocks[None, :], (rows + q_start)[:, None], h, b, n_rounds=7)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [R, COLS / 4, 2, 2]
+    return tl.reshape(words, [rows.shape[0], COLS]) > above.to(tl.uint32)
+
+
+@triton.jit
+def keep_pairs(drop, b, h, row, key):
+    """Say which pairs survive dropout, given by index: tensors that broadcast."""
+    seed, above, q_start, _ = drop
+    w0, w1, w2, w3 = tl.philox(seed, key >> 2, row + q_start, h, b, n_rounds=7)
+    lane = key & 3
+    word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
+    return word > above.to(tl.uint32)
+
+
+class Dropout(NamedTuple):
+    """Dropout as kernels take it."""
+
+    seed: Tensor | None = None  # int64 [1], read on the device
+    above: int | None = None  # threshold - 1 as a signed 32-bit number: greater words are kept
+    q_start: int | None = None  # position of the first row
+    regrow: float | None = None  # factor of what is kept
+
+    @classmethod
+    def of(cls, dropout_p: float, seed: Tensor | None, q_start: int) -> Dropout:
+        """Return the numbers of a probability; all None without dropout or with a threshold of 0."""
+        threshold = math.floor(dropout_p * 2**32)
+        if not threshold:
+            return cls()
+        above = threshold - 1
+        kept = 1 - dropout_p
+        return cls(seed, above - 2**32 if above >= 2**31 else above, q_start, 1 / kept if kept else 1.0)
+
+
+NO_DROPOUT = Dropout()
+
+
+class Slots(NamedTuple):
+    """A slot for the diagonal sums of each listed tile."""
+
+    sums: Tensor  # float32 [slots, width]
+    places: Tensor  # int64 [slots]: the block of distances where a slot's sums begin
+    first: Tensor  # int64 [B * H]: slot of a head's first tile
+    blocks: int  # of one head
+
+
+class Diagonals:
+    """Slots for the diagonal sums of every listed tile, which are added up in one order afterwards."""
+
+    def __init__(self, lists: Lists, spec: Spec, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        self.shape = batch, heads, q_len, k_len
+        self.block = min(spec.rows, spec.cols)  # tiles start at multiples of it
+        self.cols = spec.cols
+        self.width = (max(spec.rows // spec.cols, 1) + 1) * spec.cols  # of a slot
+        self.before = round_up(q_len, spec.rows)  # distances from -before on
+        keys = round_up(k_len, lists.size)  # listed tiles are walked to their ends
+        self.blocks = (self.before + keys + self.width) // self.block  # of one head
+        device, starts = lists.ptr.device, lists.ptr[:, 0, 0].long()  # [G]
+        group = lists.group.expand(batch, heads).reshape(-1).long()
+        count = (lists.ptr[:, -1, -1].long() - starts)[group]
+        first = count.cumsum(0) - count - starts[group]  # [B * H]
+        one = lists.ptr.shape[0] == 1
+        # Several groups differ in their numbers of tiles: this waits for the device.
+        total = batch * heads * (lists.tile.shape[0] - 1) if one else int(count.sum())
+        slots = total * (lists.size // spec.cols) * (lists.size // spec.rows)
+        sums = torch.zeros((slots, self.width), device=device)
+        self.slots = Slots(sums, torch.zeros(slots, dtype=torch.int64, device=device), first, self.blocks)
+
+    def add_up(self) -> Tensor:
+        """Return the gradient of the part ``relative``, [B, H, Q + K - 1]."""
+        batch, heads, q_len, k_len = self.shape
+        sums, places = self.slots.sums, self.slots.places
+        total = sums.new_zeros((batch * heads * self.blocks, self.block))
+        step = torch.arange(self.width // self.block, device=total.device)
+        index = (places[:, None] + step).reshape(-1)
+        # Sorted by torch before it adds on a GPU: one order.
+        total.index_put_((index,), sums.view(-1, self.block), accumulate=True)
+        # A slot begins AROUND * COLS distances before its tile's corner.
+        begin = self.before + self.width - self.cols - (q_len - 1)
+        return total.view(batch, heads, -1)[:, :, begin : begin + q_len + k_len - 1].contiguous()

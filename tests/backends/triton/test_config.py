@@ -1,0 +1,366 @@
+"""The Triton backend: its requirements, its configurations, and what it compiles."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases.interpreter import not_interpreted as compiled
+
+import attnbias as ab
+from attnbias.backends import triton as backend
+from attnbias.backends.call import Call, Inputs, Needs
+from attnbias.kernels.launch import config
+from attnbias.kernels.launch.config import Config, Present, Target, candidates, target_of
+from attnbias.op import dispatch
+from attnbias.op.problem import Problem
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402 - not before it is known to be there
+
+from attnbias.kernels.launch import launch  # noqa: E402
+from attnbias.kernels.launch.tune import choices, tune  # noqa: E402
+from attnbias.kernels.tiles.backward_key import backward_key_kernel  # noqa: E402
+from attnbias.kernels.tiles.backward_query import backward_query_kernel  # noqa: E402
+from attnbias.kernels.tiles.extras import PLAIN, least_score  # noqa: E402
+from attnbias.kernels.tiles.forward import forward_kernel  # noqa: E402
+
+PASSES = ("forward", "backward_query", "backward_key")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CPU = torch.device("cpu")
+
+
+class Driver:
+    """A Triton driver for CPU tensors that compiles for an absent GPU and launches nothing."""
+
+    def __init__(self, arch=80, of="cuda"):
+        self.target = GPUTarget(of, arch, 32)
+        self.utils = self
+
+    def get_current_target(self):
+        return self.target
+
+    def get_active_torch_device(self):
+        return CPU
+
+    def get_current_device(self):
+        return 4000 + self.target.arch
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 99 << 10}
+
+    def load_binary(self, name, kernel, shared, device):
+        return None, None, 0, 0, 1024  # module, function, registers, spills, threads
+
+    def launcher_cls(self, source, metadata):
+        return lambda *arguments: None
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Make Triton use the driver above."""
+
+    def activate(**given):
+        made = Driver(**given)
+        monkeypatch.setattr(triton.runtime.driver, "_active", made)
+        return made
+
+    return activate
+
+
+def every_choice():
+    archs, sizes = (80, 86, 89, 90, 100, 103, 110, 120, 121), (1, 16, 64, 65, 128, 129, 256)
+    for arch, version in itertools.product(archs, ((3, 6), (3, 7), (3, 9))):
+        for which, dtype, size, tile in itertools.product(PASSES, DTYPES, sizes, (64, 128)):
+            yield Target(arch, version), which, dtype, size, tile
+
+
+def test_tiles_divide_the_lists():
+    for target, which, dtype, size, tile in every_choice():
+        choices = candidates(target, which, dtype, size, 1, tile)
+        assert choices == candidates(target, which, dtype, 1, size, tile)
+        for choice in choices:
+            assert tile % choice.rows == 0 and tile % choice.cols == 0
+            assert choice.rows >= 16 and choice.cols >= 16 and choice.warps in (4, 8)
+        assert choices[-1].rows * choices[-1].cols == 256  # the smallest, known to fit in 99 KB
+
+
+def test_flags_are_set_only_where_they_work():
+    for target, which, dtype, size, tile in every_choice():
+        first = candidates(target, which, dtype, size, size, tile)[0]
+        if first.packed:
+            assert target.arch in (100, 103, 110) and first.warps == 4 and which == "forward"
+        if first.half:
+            assert which == "backward_query" and dtype != torch.float32
+        if first.by_fma:
+            assert dtype == torch.bfloat16  # its rounding hides the polynomial's
+        if first.tma:
+            assert target.arch >= 90
+        plain = candidates(target._replace(is_interpreted=True), which, dtype, size, size, tile)[0]
+        assert not plain.packed and not plain.half
+        assert (plain.rows, plain.cols) == (first.rows, first.cols) or dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arch", "nearest"), [(87, 86), (89, 86), (103, 100), (110, 100), (121, 120), (200, 120)]
+)
+def test_newer_architecture_uses_the_nearest_known(arch, nearest):
+    for which in PASSES:
+        new, known = (
+            candidates(Target(x, (3, 7)), which, torch.bfloat16, 64, 64, 128) for x in (arch, nearest)
+        )
+        assert new == known
+
+
+def test_triton_versions_have_their_own():
+    old, new = (
+        candidates(Target(80, version), "forward", torch.bfloat16, 128, 128, 128)[0]
+        for version in ((3, 7), (3, 9))
+    )
+    assert new == old._replace(fixed=True) != old
+
+
+def test_parse():
+    assert Config.parse("128x64 w8 s3 T N A P E2 H F") == Config(128, 64, 8, 3, *[True] * 4, 2, True, True)
+    assert Config.parse("32x16 w4 s1") == Config(32, 16, 4, 1)
+
+
+def test_configuration_survives_a_round_trip_through_text():
+    for target, which, dtype, size, tile in every_choice():
+        for choice in candidates(target, which, dtype, size, size, tile):
+            assert Config.parse(str(choice)) == choice
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Return an empty user cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forget = (config.tuned.cache_clear, candidates.cache_clear, launch._fitting.clear)
+    for clear in forget:
+        clear()
+    yield config.tuned_path()
+    for clear in forget:
+        clear()
+
+
+def test_tuning_stores_and_uses_the_fastest(cache):
+    given = "forward", Target(90, (3, 7)), torch.bfloat16, 64, 64, 128
+    which, target, *shape = given
+    times = {"64x64 w4 s2 T N": 1.0, "128x64 w4 s2": 0.5}
+
+    def measure(run):
+        config_in_use = run()
+        if config_in_use.rows == 128 and config_in_use.warps == 8:
+            raise launch.OutOfResources(1, 0, "shared memory")
+        return times.get(str(config_in_use), 2.0)
+
+    best = tune(lambda: candidates(target, which, *shape)[0], *given, measure=measure)
+    assert str(best) == "128x64 w4 s2"
+    assert candidates(target, which, *shape)[0] == best
+    assert candidates(target, "backward_query", *shape)[0] != best
+    for clear in (config.tuned.cache_clear, candidates.cache_clear):
+        clear()  # as in the next process
+    assert candidates(target, which, *shape)[0] == best
+    cache.write_text("no JSON")
+    for clear in (config.tuned.cache_clear, candidates.cache_clear):
+        clear()
+    assert candidates(target, which, *shape)[0] != best
+
+
+def test_tuned_tiles_divide_the_lists():
+    for tile, arch in itertools.product((64, 128), (80, 90)):
+        found = choices(tile, arch)
+        assert found and all(tile % x.rows == 0 and tile % x.cols == 0 for x in found)
+        assert any(x.tma for x in found) == (arch >= 90)
+
+
+class Picky:
+    """A kernel that accepts only tiles up to a certain size."""
+
+    def __init__(self, most):
+        self.most, self.tried = most, []
+
+    def __getitem__(self, grid):
+        def run(SPEC, **others):
+            self.tried.append((SPEC.rows, SPEC.cols))
+            if SPEC.rows * SPEC.cols > self.most:
+                raise launch.OutOfResources(1, 0, "shared memory")
+
+        return run
+
+
+def test_configuration_that_does_not_fit_falls_back_to_a_smaller_one(monkeypatch):
+    monkeypatch.setattr(launch, "_fitting", {})
+    lists = backend.backend._lists(ab.Layout.build(ab.Causal(), 128, 128, tile=128, form="tiles"))[0]
+    x = torch.zeros(1, 1, 128, 64, dtype=torch.float16)
+    given = "forward", Target(80, (3, 7)), lists, dict.fromkeys(("q", "k", "v", "out"), x), Present()
+    kernel = Picky(1024)
+    launch.launch(kernel, *given)
+    assert kernel.tried == [(128, 64), (64, 32), (32, 32)]
+    launch.launch(kernel, *given)
+    assert kernel.tried[3:] == [(32, 32)]  # remembered
+    monkeypatch.setattr(launch, "_fitting", {})
+    with pytest.raises(launch.OutOfResources):
+        launch.launch(Picky(0), *given)
+
+
+def test_numbers():
+    plain, capped = (PLAIN.present(-2.0, softcap) for softcap in (0.0, 4.0))
+    assert plain == Present(negation=True) and capped == Present(softcap=True)
+    assert PLAIN.arguments(-2.0, 4.0)["inner"] == -0.5
+    for scale in (0.0, -2.0, 1e-45, 1e30):
+        c = PLAIN.arguments(scale, 0.0)["c"]
+        assert c > 0 and least_score(c) < -1 and abs(least_score(c) * c) < 3e38
+
+
+def test_descriptors_need_steps_of_16_bytes():
+    def can(x):
+        return launch._can_describe(x)
+
+    x = torch.zeros(2, 3, 40, 64, dtype=torch.bfloat16)
+    assert can(x) and can(x.transpose(1, 2)) and can(x[:, :, 3:]) and can(x[..., :40])
+    assert not can(x[..., 1:])  # its start
+    assert not can(x[:, :1].expand(2, 3, 40, 64))  # a step of 0
+    assert not can(torch.zeros(2, 3, 40, 7, dtype=torch.bfloat16))
+    assert can(torch.zeros(1, 1, 1, 7, dtype=torch.bfloat16))  # no steps at all
+    assert not can(x[:0])
+    assert launch._describe(torch.zeros(1, 1, 1, 7, dtype=torch.bfloat16), 32).strides == [16, 16, 16, 1]
+
+
+def test_float32_products_follow_the_switch_of_torch():
+    switch = torch.backends.cuda.matmul
+    before = switch.fp32_precision
+    try:
+        switch.fp32_precision = "ieee"
+        assert launch.precision(torch.float32) == "tf32x3"
+        switch.fp32_precision = "tf32"
+        assert launch.precision(torch.float32) == "tf32"
+    finally:
+        switch.fp32_precision = before
+
+
+def problem(D=8, E=8, dtype=torch.float32, **options):
+    q, k, v = (torch.zeros(1, 2, 4, n, dtype=dtype) for n in (D, D, E))
+    return Problem(q, k, v, ab.Causal(), **options)
+
+
+@compiled
+def test_why_not(driver, monkeypatch):
+    assert backend.why_not(problem()) == ["device: only CUDA, got cpu"]
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "triton")
+        assert target_of(CPU) == "device: only CUDA, got cpu"  # and triton is not imported to find out
+        assert "triton" not in sys.modules
+    driver()
+    assert backend.why_not(problem()) == []
+    assert backend.why_not(problem(dtype=torch.float64)) == [
+        "dtype: float32, float16 or bfloat16, got torch.float64"
+    ]
+    assert backend.why_not(problem(257, 3)) == ["head size: at most 256, got D=257 and E=3"]
+    assert backend.why_not(problem(dropout_p=0.5)) == []
+    term = SimpleNamespace(value=lambda b, h, q, k: q)
+    assert backend.why_not(problem(terms=[term])) == [
+        "terms[0]: SimpleNamespace is known by its values alone, which only the reference reads"
+    ]
+    driver(arch=75)
+    assert backend.why_not(problem()) == ["device: compute capability 8.0 or newer, got 7.5"]
+    driver(of="hip")
+    assert backend.why_not(problem()) == ["device: only NVIDIA GPUs, got hip"]
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert config._gpu_target.__wrapped__(0) == "triton: not installed"
+
+
+@compiled
+@pytest.mark.parametrize("version", ["2.3.1", "3.2.0", "3.5.1+git0d1"])
+def test_only_the_version_of_an_old_triton_is_read(version, monkeypatch):
+    """Triton before 3.4 has no knobs: attention on a CPU failed once torch.compile had imported it."""
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    words = f"triton: wanted 3.6 or newer, got {version}"
+    assert backend.why_not(problem()) == [words]
+    assert config._gpu_target.__wrapped__(0) == words
+
+
+def test_triton_is_the_default_for_cuda_tensors():
+    assert dispatch.KERNELS["cuda"] == backend.name
+    in_op = [name for name in dispatch.BACKENDS if name in dispatch.IN_OP]
+    assert in_op[0] == backend.name
+
+
+def compilations(monkeypatch, calls):
+    """Count the kernels that calls would compile, without compiling them."""
+    seen = set()
+
+    def note(**given):
+        seen.add(given["key"])
+        return True  # do not compile
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    for call in calls:
+        out, lse = backend.forward(call)
+        backend.backward(call, out, lse, torch.zeros_like(out), None, Needs(True, True, True))
+    return len(seen)
+
+
+@compiled
+def test_descriptors_are_arguments_of_their_own(driver, monkeypatch):
+    """Triton's launcher looks for them there only; inside a record they would fail, but only on a GPU."""
+    driver(arch=90)
+    found = {}
+
+    def note(**given):
+        found[given["fn"].name] = given["compile"]["signature"]
+        return True  # do not compile
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    backend.forward(laid_out(ab.Causal()))
+    signature = found["forward_kernel"]
+    assert signature["d_tiles"].startswith("tensordesc") and signature["e_tiles"].startswith("tensordesc")
+    assert not any("tensordesc" in str(kind) for kind in signature.values() if not isinstance(kind, str))
+
+
+def laid_out(relation, Q=100, K=100, B=2, H=4, Hk=4, D=64, dtype=torch.bfloat16, tile=128):
+    q, k, v = (torch.zeros(B, h, n, D, dtype=dtype) for h, n in ((H, Q), (Hk, K), (Hk, K)))
+    layout = ab.Layout.build(relation, Q, K, form="tiles", tile=tile, batch=B, heads=H)
+    return Call(Inputs(q, k, v), layout, 0.125)
+
+
+@compiled
+@pytest.mark.parametrize("arch", [80, 90])
+def test_relations_lengths_and_groups_compile_nothing_new(arch, driver, monkeypatch):
+    driver(arch=arch)
+    by_head = ab.PerHead([ab.Causal(), ab.Full(), ab.Empty(), ab.Window(before=9)])
+    calls = [
+        laid_out(ab.Causal()),
+        *(laid_out(ab.Causal(), Q, K) for Q in (1, 16, 17, 128, 512) for K in (1, 16, 130)),
+        *(laid_out(x) for x in (ab.Full(), ab.Empty(), by_head, ab.PerBatch([ab.Causal(), ab.Full()]))),
+        *(laid_out(ab.Causal(), B=B, H=H, Hk=H) for B in (1, 3) for H in (1, 16)),
+    ]
+    assert compilations(monkeypatch, calls) == 4  # delta, and one per pass
+    shared = [laid_out(ab.Causal(), H=H, Hk=Hk) for H, Hk in ((4, 2), (16, 1), (32, 1))]
+    assert compilations(monkeypatch, [*calls, *shared]) == 5  # dk and dv loop over heads
+    assert compilations(monkeypatch, [laid_out(ab.Causal(), D=D) for D in (64, 32)]) == 8
+    assert compilations(monkeypatch, [laid_out(ab.Causal(), tile=tile) for tile in (64, 128)]) == 7
+
+
+@pytest.mark.slow
+@compiled
+@pytest.mark.parametrize("arch", [86, 120])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_first_choices_fit_in_99_kb(size, dtype, arch, driver, monkeypatch):
+    """Checks sm_86, whose configurations sm_89 uses, and sm_120, and that no kernel is just a trap."""
+    made = driver(arch=arch)
+    monkeypatch.setattr(launch, "_fitting", {})
+    call = laid_out(ab.Causal(), B=1, H=1, Hk=1, D=size, dtype=dtype)
+    out, lse = backend.forward(call)
+    backend.backward(call, out, lse, torch.zeros_like(out), None, Needs(True, True, True))
+    assert len(launch._fitting) == 3 and not any(launch._fitting.values())
+    for kernel in (forward_kernel, backward_query_kernel, backward_key_kernel):
+        for compiled_kernel in kernel.device_caches[made.get_current_device()][0].values():
+            assert "mma" in compiled_kernel.asm["ptx"]

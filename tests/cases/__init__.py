@@ -1,0 +1,26 @@
+"""Inputs and checks that several tests share, imported as ``cases`` (``pythonpath`` in pyproject.toml).
+
+=================  ==============================================================================
+edge_call          the C++ edge kernels called directly
+edges              graphs and comparisons for edge kernels, C++ and Triton
+tiles              relations, shapes and comparisons for tile kernels, C++ and Triton
+terms              score terms of every kind, compared with float64 on any backend
+scores             additive scores and edge terms for Triton kernels
+relations          relations that hold data
+compiled           modules with attention, compiled or exported, compared with eager ones
+interpreter        runs a test file again in Triton's interpreter
+gpu_programs       small Triton programs for the emulator
+handwritten_ptx    kernels written in PTX by hand, for the emulator
+benchmarks         points of a sweep, as a run records them
+source             the project's source, for test_house
+pyg                graphs and options for comparing the layers with PyG's
+huggingface        tiny models and comparisons
+huggingface_zoo    a tiny configuration of every architecture of transformers
+=================  ==============================================================================
+
+A helper goes here when tests of two files need it. Helpers import ``attnbias`` and each other, never a test.
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]

@@ -1,0 +1,191 @@
+"""The command ``attnbias``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import attnbias as ab
+from attnbias.__main__ import main
+from attnbias.testing import checklist, soak
+from attnbias.testing.compare import by_relation, compare_rows
+
+
+def test_show_draws_a_parsed_expression(capsys, tmp_path):
+    assert main(["show", "Causal() & Window(before=1)", "3", "4"]) == 0
+    assert capsys.readouterr().out.startswith("Window(before=1)\n#...\n##..\n.##.\n")
+    assert main(["show", "Causal()", "2", "4", "--q-start", "end"]) == 0
+    assert "###.\n####" in capsys.readouterr().out
+    assert main(["show", "Causal()", "130", "--tile", "64", "--form", "tiles"]) == 0
+    assert "tiles of 64: # full, + partial, e edges, * both\n+..\n#+.\n##+\n" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    assert main(["show", "Chunks(64)", "256", "--png", str(tmp_path / "x.png")]) == 0
+    assert (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "open('x')"], "'open' is none of"),
+        (["show", "Documents([0, 1])", "3"], "this Documents is for 2 keys, got k_len = 3"),
+        (["show", "Causal()", "3", "--q-start", "x"], "invalid literal"),
+        (["verify", "--random", "0"], "--random: wanted at least 1 problem, got 0"),
+        (["verify", "--backend", "cuda"], "--backend: wanted one of"),
+        (["verify", "--device", "tpu"], "--device: wanted cpu, cuda or cuda:1, got 'tpu'"),
+        (["verify", "--device", "cuda:9"], "--device: 'cuda:9' is not there: torch sees"),
+        (["verify", "--case", "no such words"], "nothing to verify"),
+        (["show", "Causal()", "9", "--form", "x"], "form: wanted 'auto', 'tiles' or 'edges', got 'x'"),
+    ],
+)
+def test_bad_input_prints_an_error_and_exits_with_2(capsys, arguments, words):
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_unknown_arguments_exit_with_2():
+    with pytest.raises(SystemExit) as ended:
+        main(["info", "--nope"])
+    assert ended.value.code == 2
+
+
+def test_info_lists_what_can_run(capsys):
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert "cpu reference: can run" in printed and "cpu triton: device: only CUDA" in printed
+    assert "torch at " in printed and "safetensors" in printed
+
+
+def test_verify_prints_a_line_per_backend_and_pass(capsys):
+    assert main(["verify", "--case", "window", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("rows") and "backward  ok" in line for line in lines)
+    assert any(line.startswith("reference") and "forward   ok" in line for line in lines)
+    assert any("window, ALiBi and T5 table" in line for line in lines)
+    assert "0 failed on cpu" in lines[-1] and any(line.startswith("triton: ") for line in lines)
+
+
+@pytest.mark.parametrize("name", ["out", "key"])
+def test_verify_names_the_wrong_pass(capsys, monkeypatch, name):
+    monkeypatch.setattr(soak, "find_faults", lambda drawn, backend, device: [f"{name}: error 1"])
+    assert main(["verify", "--backend", "rows", "--case", "documents"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    wrong, right = ("forward", "backward") if name == "out" else ("backward", "forward")
+    assert any(f"{wrong:10}WRONG {name}: error 1" in line for line in lines)
+    assert any(f"{right:10}ok" in line for line in lines)
+
+
+def fail_third(monkeypatch, place, name):
+    """Make the third call of a function raise."""
+    plain, calls = getattr(place, name), []
+
+    def call(*given):
+        calls.append(given)
+        if len(calls) == 3:
+            raise RuntimeError("Triton Error [CUDA]\nan illegal address")
+        return plain(*given)
+
+    monkeypatch.setattr(place, name, call)
+    return "RAISED RuntimeError: Triton Error [CUDA] | an illegal address"
+
+
+def test_verify_continues_after_a_check_that_raises(capsys, monkeypatch):
+    """An exception in one check ended the command with a traceback, and the checks after it never ran."""
+    words = fail_third(monkeypatch, soak, "find_faults")
+    assert main(["verify", "--backend", "rows", "--case", "causal", "--device", "cpu"]) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.endswith(words) for line in lines[:6]] == [False] * 4 + [True, False]
+    assert "causal" in lines[4] and "1 x 2/2 heads, 130 x 260, D 80, E 33" in lines[4]
+    assert len(lines) > 20 and all(line.endswith("ok") for line in lines if words not in line)
+    assert f"{len(lines) - 1} passed, 1 failed" in last
+
+
+def test_long_inputs_continue_after_one_that_raises(monkeypatch):
+    """As above: five relations, of which the third raises."""
+    words = fail_third(monkeypatch, checklist, "compare_rows")
+    found = list(checklist.long_lines("cpu", "rows", 256))
+    assert [line.fault for line in found] == ["", "", "", "", words, "", "", "", ""]
+
+
+def test_verify_continues_after_a_random_problem_that_raises(capsys, monkeypatch):
+    """As above, and the seed is named."""
+    fail_third(monkeypatch, soak, "find_faults")
+    assert main(["verify", "--random", "5", "--seed", "8", "--backend", "rows"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED seed 10: RuntimeError: Triton Error [CUDA] | an illegal address\n" in printed
+    assert "4 passed, 1 failed" in printed
+
+
+def test_every_check_can_be_drawn_and_some_relation_is_laid_out_both_ways():
+    found = list(checklist.checks())
+    assert {check.relation for check in found} == set(checklist.RELATIONS)
+    assert {check.option for check in found} == {"", *checklist.OPTIONS}
+    assert {check.form for check in found} == {None, "tiles", "edges"}
+    for check in found[:: len(found) // 40]:
+        assert check.drawn().inputs[0].shape[2] == check.shape[3]
+
+
+def test_long_inputs_are_compared_by_rows(monkeypatch):
+    found = list(checklist.long_lines("cpu", "rows", 2048))
+    assert len(found) == 10 and not [line for line in found if line.fault]
+    plain = checklist.attention
+    monkeypatch.setattr(
+        checklist, "attention", lambda q, k, v, relation, backend: plain(q, k, v * 1.001, relation)
+    )
+    wrong = {(line.which, bool(line.fault)) for line in checklist.long_lines("cpu", "rows", 2048)}
+    assert wrong == {("forward", True), ("backward", True)}
+
+
+def test_a_row_that_sees_one_key_too_many_is_found():
+    q, k, v = torch.randn(3, 1, 1, 300, 8, generator=torch.Generator().manual_seed(0))
+    rows = torch.arange(0, 300, 7)
+    more = ab.Causal() | ab.Dense(torch.eye(300, dtype=torch.bool).roll(1, 1) & (torch.arange(300) == 141))
+    for relation, is_right in ((ab.Causal(), True), (more, False)):
+        faults = compare_rows(
+            lambda q, k, v, r=relation: ab.attention(q, k, v, r), by_relation(ab.Causal()), (q, k, v), rows
+        )
+        assert (not faults) == is_right
+
+
+PLAIN = """
+import sys
+for name in ("matplotlib", "rich", "scipy", "safetensors", "triton", "pytest", "torch_geometric", "igraph"):
+    sys.modules[name] = None
+from attnbias.__main__ import main
+assert main(["info"]) == 0
+assert main(["show", "Causal() | Global([3])", "200", "200"]) == 0
+assert main(["verify", "--device", "cpu", "--backend", "rows", "--case", "causal, negative"]) == 0
+assert main(["show", "Causal()", "200", "--png", "x.png"]) == 2
+"""
+
+
+def test_commands_need_only_torch_and_numpy():
+    done = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "drawing needs matplotlib" in done.stderr and "0 failed on cpu" in done.stdout
+
+
+def test_verify_draws_and_counts(capsys):
+    assert main(["verify", "--random", "5", "--seed", "3"]) == 0
+    assert "5 passed, 0 failed, 0 refused" in capsys.readouterr().out
+
+
+def test_verify_names_the_failing_seed(capsys, monkeypatch):
+    monkeypatch.setattr(
+        soak, "find_faults", lambda drawn, backend, device: ["out: wrong"] * (drawn.seed == 4)
+    )
+    assert main(["verify", "--random", "2", "--seed", "3"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED seed 4: " in printed
+    assert "1 passed, 1 failed" in printed
+
+
+def test_verify_reports_that_everything_was_refused(capsys, monkeypatch):
+    def refuse(drawn, backend, device):
+        raise NotImplementedError("no")
+
+    monkeypatch.setattr(soak, "find_faults", refuse)
+    assert main(["verify", "--random", "2"]) == 1
+    assert "2 refused" in capsys.readouterr().out
