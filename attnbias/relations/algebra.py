@@ -156,10 +156,6 @@ class And(_Many):
     def listed(self) -> bool:
         return any(part.listed for part in self.parts)
 
-    @property
-    def least_keys(self) -> int:
-        return max(part.least_keys for part in self.parts)
-
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         return reduce(torch.logical_and, [part.related(q, k, b, h) for part in self.parts])
 
@@ -197,7 +193,7 @@ class Or(_Many):
         return reduce(torch.logical_or, [part.related(q, k, b, h) for part in self.parts])
 
     def _bind(self, at: Place) -> Bound:
-        return unite([part._bind(at) for part in self.parts], self.related, self.stationary)
+        return unite([part._bind(at) for part in self.parts], at.rule(self.related), self.stationary)
 
 
 class _One(Compound):
@@ -217,7 +213,7 @@ class Not(_One):
         return ~self.relation.related(q, k, b, h)
 
     def _bind(self, at: Place) -> Bound:
-        return complement(self.relation._bind(at), at, self.related, self.stationary)
+        return complement(self.relation._bind(at), at, at.rule(self.related), self.stationary)
 
     def __invert__(self) -> Relation:
         return self.relation
@@ -273,19 +269,20 @@ class Transposed(_Moved):
         return k, q, None
 
     def _move(self, at: Place) -> Bound | None:
-        if at.q_start < 0 and not self.relation.listed:
-            return None  # there are keys before the first
-        length = self.lengths[0]
+        length, first = self.lengths[0], at.q_start
+        turned = at._replace(q_len=at.k_len, q_start=at.k_start, is_moved=True)
         if length is None:
-            length = max(at.q_start + at.q_len, self.relation.least_keys)
-        inner = self.relation._bind(at._replace(q_len=at.k_len, k_len=length, q_start=0))
+            inner = self.relation._bind(turned._replace(k_len=at.q_len, k_start=first))
+            first = 0
+        else:  # data for so many keys, of which some are asked for
+            inner = self.relation._bind(turned._replace(k_len=length, k_start=0))
         if isinstance(inner.solid, Predicate):
             return None
         edges = None
         if inner.edges is not None:
-            turned = inner.edges.turned
-            edges = replace(turned, id=inner.edges.id[turned.id]).take_queries(at.q_start, at.q_len)
-        solid = None if inner.solid is None else inner.solid.transpose().take_queries(at.q_start, at.q_len)
+            edges = inner.edges.turned
+            edges = replace(edges, id=inner.edges.id[edges.id]).take_queries(first, at.q_len)
+        solid = None if inner.solid is None else inner.solid.transpose().take_queries(first, at.q_len)
         return Bound(solid, edges)
 
     @property
@@ -315,19 +312,15 @@ class Shifted(_Moved):
         return q, k - self.distance, exists
 
     def _move(self, at: Place) -> Bound | None:
-        if self.stationary:
-            inner = self.relation._bind(at._replace(q_start=at.q_start + self.distance))
-            return None if isinstance(inner.solid, Predicate) else inner
-        keys = self.lengths[1]
+        keys, distance = self.lengths[1], self.distance - at.k_start
         if keys is None:
-            if self.distance > 0 and not self.relation.listed:
-                return None  # there are keys before the first
-            keys = max(at.k_len, at.k_len - self.distance, self.relation.least_keys)
-        inner = self.relation._bind(at._replace(k_len=keys))
+            inner = self.relation._bind(at._replace(k_start=-distance, is_moved=True))
+            return None if isinstance(inner.solid, Predicate) else inner
+        inner = self.relation._bind(at._replace(k_len=keys, k_start=0, is_moved=True))
         if isinstance(inner.solid, Predicate):
             return None
-        solid = None if inner.solid is None else inner.solid.shift(self.distance, at.k_len)
-        edges = None if inner.edges is None else inner.edges.shift(self.distance, at.k_len)
+        solid = None if inner.solid is None else inner.solid.shift(distance, at.k_len)
+        edges = None if inner.edges is None else inner.edges.shift(distance, at.k_len)
         return Bound(solid, edges)
 
     def __repr__(self) -> str:

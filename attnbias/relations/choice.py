@@ -65,7 +65,7 @@ class _Choice(Compound):
         distinct = {part: number for number, part in enumerate(dict.fromkeys(self.parts))}
         pick = np.array([distinct[part] for part in self.parts])
         pick = pick[None, :] if self.axis == "head_count" else pick[:, None]
-        return stack([part._bind(at) for part in distinct], pick, at, self.related)
+        return stack([part._bind(at) for part in distinct], pick, at, at.rule(self.related))
 
     # Turned, moved and relabelled part by part, so that a graph among them stays a list of edges.
 

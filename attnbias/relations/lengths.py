@@ -40,7 +40,7 @@ class Prefix(Relation):
         return _are_before(self.length, q, k, b)
 
     def _bind(self, at: Place) -> Bound:
-        return ranges(at, 0, self.length) if isinstance(self.length, int) else _key_ranges(at, self.length)
+        return ranges(at, at.k_start, self.length) if isinstance(self.length, int) else _key_ranges(at, self.length)
 
 
 class Padding(Relation):
@@ -127,6 +127,6 @@ def _key_ranges(at: Place, length: Tensor) -> Bound:
     """Return the keys below a length per batch; equal lengths are held once."""
     host, group = np.unique(length.cpu().numpy(), return_inverse=True)
     _check_lengths("lengths", int(host.min()))
-    stop = np.repeat(host[:, None], at.q_len, 1)
+    stop = np.repeat(host[:, None] - at.k_start, at.q_len, 1)
     form = Intervals.one_per_row(at.q_len, at.k_len, np.zeros_like(stop), stop)
     return Bound(replace(form, group=group[:, None]))

@@ -41,6 +41,11 @@ class Listed(Relation):
         return cast(tuple[int, int, int], (self.batch_size, self.head_count, self.lengths[0]))
 
     @property
+    def _least_keys(self) -> int:
+        """The smallest number of keys that the pairs imply."""
+        return self.lengths[1] or 0
+
+    @property
     def _edge_count(self) -> int:
         """Count the caller's numbers for edges, one for each place in the list."""
         raise NotImplementedError
@@ -71,7 +76,8 @@ class Listed(Relation):
         return self._list(Place(q_len, k_len, q_start))
 
     def _bind(self, at: Place) -> Bound:
-        self._check_numbers(at.k_len)
+        if self.lengths[1] is not None or not at.is_moved:
+            self._check_numbers(at.k_len)
         group, row, key, number = self._list(at)
         numbers = None if number is None else number.cpu().numpy()
         return at.bind_pairs(row.cpu().numpy(), key.cpu().numpy(), group, numbers)
@@ -90,7 +96,7 @@ class Listed(Relation):
     def _codes(self) -> tuple[Tensor, int]:
         """The sorted codes ``row * keys + key`` of all pairs, and the number of keys."""
         _, row, key, _ = self._list(Place(self._shape[2], 0))
-        keys = max(self.lengths[1] or self.least_keys, 1)
+        keys = max(self._least_keys, 1)
         return (row * keys + key).sort().values, keys
 
     def multiplicity(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:

@@ -43,7 +43,7 @@ class Neighbors(Tabled, Listed):
         super().__post_init__()
 
     @property
-    def least_keys(self) -> int:
+    def _least_keys(self) -> int:
         return int(self.index.max()) + 1 if self.index.numel() else 0
 
     @property
@@ -69,9 +69,9 @@ class Neighbors(Tabled, Listed):
 
     def _nodes(self) -> int:
         queries = self.lengths[0]
-        if self.least_keys > queries:
+        if self._least_keys > queries:
             raise ValueError(
-                f"index: wanted keys among the {queries} queries, got {self.least_keys - 1}: "
+                f"index: wanted keys among the {queries} queries, got {self._least_keys - 1}: "
                 "only nodes that are both can be put in another order"
             )
         return queries

@@ -17,8 +17,8 @@ from .value import integer
 
 
 def ranges(at: Place, start: Ints | int, stop: Ints | int) -> Bound:
-    """Return one range of keys per query."""
-    row = np.zeros(at.q_len, np.int64)
+    """Return one range of key positions per query."""
+    row = np.full(at.q_len, -at.k_start)
     return Bound(Intervals.one_per_row(at.q_len, at.k_len, row + start, row + stop))
 
 
@@ -31,7 +31,7 @@ class Full(Relation):
         return torch.ones_like(q + k, dtype=torch.bool)
 
     def _bind(self, at: Place) -> Bound:
-        return ranges(at, 0, at.k_len)
+        return ranges(at, at.k_start, at.k_stop)
 
     def __invert__(self) -> Relation:
         return Empty()
@@ -70,7 +70,7 @@ class Causal(Relation):
         return k <= q
 
     def _bind(self, at: Place) -> Bound:
-        return ranges(at, 0, at.positions + 1)
+        return ranges(at, at.k_start, at.positions + 1)
 
     @property
     def T(self) -> Relation:
@@ -127,8 +127,8 @@ class Window(Relation):
         return near
 
     def _bind(self, at: Place) -> Bound:
-        start = 0 if self.before is None else at.positions - self.before
-        stop = at.k_len if self.after is None else at.positions + self.after + 1
+        start = at.k_start if self.before is None else at.positions - self.before
+        stop = at.k_stop if self.after is None else at.positions + self.after + 1
         return ranges(at, start, stop)
 
     @property
@@ -180,7 +180,7 @@ class Dilated(Relation):
         steps = np.arange(-self.before, self.after + 1) * self.dilation
         key = at.positions[:, None] + steps
         row = np.broadcast_to(np.arange(at.q_len)[:, None], key.shape)
-        exists = (key >= 0) & (key < at.k_len)
+        exists = (key >= at.k_start) & (key < at.k_stop)
         return at.bind_pairs(row[exists], key[exists])
 
     @property
@@ -235,7 +235,7 @@ class Bipartite(Relation):
         return (q >= self.split) & (k < self.split)
 
     def _bind(self, at: Place) -> Bound:
-        return ranges(at, 0, np.where(at.positions >= self.split, self.split, 0))
+        return ranges(at, at.k_start, np.where(at.positions >= self.split, self.split, at.k_start))
 
 
 class Global(Relation):
@@ -275,7 +275,7 @@ class Global(Relation):
 
     def _bind(self, at: Place) -> Bound:
         chosen = np.array(tuple(self.positions), np.int64)
-        seen = chosen[chosen < at.k_len]
+        seen = chosen[(chosen >= at.k_start) & (chosen < at.k_stop)] - at.k_start
         # The keys that every query sees, as one row; then a row for each query.
         runs = Intervals.empty(1, at.k_len, make_groups()).from_ranges(np.zeros_like(seen), seen, seen + 1)
         if len(runs.start) * at.q_len > max(MOST_PER_ROW * at.q_len, MANY_RANGES):
@@ -346,7 +346,7 @@ class RandomBlocks(Relation):
         row = np.concatenate((early, np.repeat(late, self.count_)))
         stop = np.concatenate((0 * early + self.count_ * self.size, start.reshape(-1) + self.size))
         start = np.concatenate((0 * early, start.reshape(-1)))
-        return at.bind_ranges(row, np.minimum(start, at.k_len), np.minimum(stop, at.k_len))
+        return at.bind_ranges(row, start, stop)
 
 
 def _hash(seed: int, block: Tensor, turn: int) -> Tensor:

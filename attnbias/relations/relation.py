@@ -140,11 +140,6 @@ class Relation(Value):
         """Whether a pair may count more than once."""
         return False
 
-    @property
-    def least_keys(self) -> int:
-        """The smallest number of keys that stored pairs imply."""
-        return 0
-
     # -- binding ----------------------------------------------------------------------------------
 
     def check(self, q_len: int, k_len: int, q_start: int = 0, batch: Size = None, heads: Size = None) -> None:
@@ -192,7 +187,7 @@ class Relation(Value):
 
     def _bind(self, at: Place) -> Bound:
         everywhere = at.everywhere(*self._sizes_in_use(at))
-        return Bound(Predicate(everywhere, self.related, at.q_start, self.stationary, at.device))
+        return Bound(Predicate(everywhere, at.rule(self.related), at.q_start, self.stationary, at.device))
 
     def _sizes_in_use(self, at: Place) -> tuple[int, int]:
         """Return the batches and heads to tell apart; of sizes that fit any, the shape of one pair tells."""

@@ -30,26 +30,45 @@ class Place(NamedTuple):
     heads: int | None = None
     device: str = "cpu"
     most_listed: float = 1.0  # share of pairs up to which scattered ones are listed; set by a builder
+    k_start: int = 0  # position of the first key; other than 0 inside of shifts and transposes
+    is_moved: bool = False  # inside of those, data beyond the keys is left out, not refused
 
     @property
     def positions(self) -> Ints:
         """Positions of the queries among the keys, [q_len]."""
         return np.arange(self.q_start, self.q_start + self.q_len)
 
+    @property
+    def k_stop(self) -> int:
+        """One more than the last key's position."""
+        return self.k_start + self.k_len
+
+    def rule(self, related: Related) -> Related:
+        """Return a rule on positions as one on query positions and key numbers."""
+        first = self.k_start
+        return (lambda q, k, b, h: related(q, k + first, b, h)) if first else related
+
     def everywhere(self, batch: int = 1, heads: int = 1) -> Intervals:
         """Return all pairs, with a group for every batch and head."""
         form = Intervals.full(self.q_len, self.k_len)
         return form.take_groups(make_groups(batch, heads), np.zeros(batch * heads, np.int64))
 
-    def bind_ranges(self, row: Ints, start: Ints, stop: Ints) -> Bound:
-        """Return ranges of keys, any number of them in a row and in any order."""
-        return Bound(Intervals.empty(self.q_len, self.k_len, make_groups()).from_ranges(row, start, stop))
+    def bind_ranges(self, row: Ints, start: Ints, stop: Ints, group: Ints | None = None) -> Bound:
+        """Return ranges of key positions, any number in a row and in any order, cut to the keys."""
+        start, stop = (np.clip(x - self.k_start, 0, self.k_len) for x in (start, stop))
+        form = Intervals.empty(self.q_len, self.k_len, make_groups() if group is None else group)
+        return Bound(form.from_ranges(row, start, stop))
 
     def bind_pairs(
         self, row: Ints, key: Ints, group: Ints | None = None, number: Ints | None = None
     ) -> Bound:
-        """Return pairs in any order, with the caller's numbers."""
+        """Return pairs of rows and key positions in any order, with the caller's numbers."""
         group = make_groups() if group is None else group
+        if self.is_moved:
+            key = key - self.k_start
+            inside = (key >= 0) & (key < self.k_len)
+            number = np.flatnonzero(inside) if number is None else number[inside]
+            row, key = row[inside], key[inside]
         return Bound(None, Edges.from_pairs(self.q_len, self.k_len, group, row, key, number))
 
 
