@@ -15,6 +15,7 @@ from .op.merge import merge
 from .op.weights import attention_weights, edge_weights
 from .relations import (
     Bipartite,
+    Blocks,
     Causal,
     Chunks,
     Columns,
@@ -32,10 +33,13 @@ from .relations import (
     PerHead,
     Prefix,
     RandomBlocks,
+    Ranges,
     Relation,
+    Tree,
     Where,
     Window,
     knn_graph,
+    topk_blocks,
 )
 from .scores.additive import AdditiveScore
 from .scores.buckets import linear_buckets, t5_buckets
@@ -49,6 +53,7 @@ __all__ = [
     "ALiBi",
     "AdditiveScore",
     "Bipartite",
+    "Blocks",
     "Causal",
     "Chunks",
     "Columns",
@@ -72,8 +77,10 @@ __all__ = [
     "PerHead",
     "Prefix",
     "RandomBlocks",
+    "Ranges",
     "Relation",
     "RelativeBias",
+    "Tree",
     "Where",
     "Window",
     "attention",
@@ -86,6 +93,7 @@ __all__ = [
     "merge",
     "t5_buckets",
     "testing",
+    "topk_blocks",
     "use_backend",
     "verify",
 ]

@@ -2,18 +2,19 @@
 
 ``relation`` has the base class, ``value`` what makes its subclasses values, ``algebra`` what ``& | ~ .T``
 make of them. The relations: ``patterns`` compare positions; ``grids``, ``lengths``, ``documents``,
-``graph``, ``neighbors`` and ``predicate`` (functions and masks) hold data; ``choice`` holds one relation
-per head or batch.
+``ranges``, ``tree``, ``blocks``, ``graph``, ``neighbors`` and ``predicate`` (functions and masks) hold data;
+``choice`` holds one relation per head or batch.
 
 They share ``tables`` (data by batch and head), ``listing`` (pairs stored one by one), ``orders`` (of
-nodes), ``graph_inputs`` (graphs of other libraries) and ``pointwise`` (functions of one pair, called for
-many). ``expression`` parses what a repr prints; ``recipe`` writes a relation as text and tensors, for
-traced programs.
+nodes), ``graph_inputs`` and ``range_forms`` (graphs and ranges of other libraries) and ``pointwise``
+(functions of one pair, called for many). ``expression`` parses what a repr prints; ``recipe`` writes a
+relation as text and tensors, for traced programs.
 
 Import the classes from here. To add one, write it in the file where it fits, or in a file of its own, and
 export it below: subclassing ``Relation`` registers it. CONTRIBUTING.md lists what else it needs.
 """
 
+from .blocks import Blocks, topk_blocks
 from .choice import PerBatch, PerHead
 from .documents import Documents
 from .expression import parse
@@ -34,10 +35,13 @@ from .patterns import (
     Window,
 )
 from .predicate import Dense, Where
+from .ranges import Ranges
 from .relation import Relation
+from .tree import PackedTree, Tree
 
 __all__ = [
     "Bipartite",
+    "Blocks",
     "Causal",
     "Chunks",
     "Columns",
@@ -50,14 +54,18 @@ __all__ = [
     "Graph",
     "Neighborhood",
     "Neighbors",
+    "PackedTree",
     "Padding",
     "PerBatch",
     "PerHead",
     "Prefix",
     "RandomBlocks",
+    "Ranges",
     "Relation",
+    "Tree",
     "Where",
     "Window",
     "knn_graph",
     "parse",
+    "topk_blocks",
 ]

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from ..arguments import as_count, as_indices
-from ..sets.bound import MOST_PER_ROW, Bound, Place, complement, intersect, unite
+from ..sets.bound import MANY_RANGES, MOST_PER_ROW, Bound, Place, complement, intersect, unite
 from ..sets.edges import Edges
+from ..sets.permute import permute
 from ..sets.predicate import Predicate
 from .patterns import Causal, Empty, Full, Window, window_of
+from .ranges import ranges_of
 from .relation import Algebra, Relation
 from .value import show
 
@@ -365,17 +367,19 @@ class Permuted(_Moved):
         inner = self.relation._bind(at._replace(q_len=length, k_len=length, q_start=0))
         if isinstance(inner.solid, Predicate):
             return None
-        listed = [] if inner.edges is None else [(inner.edges.row, inner.edges.key, inner.edges.id)]
+        order, solid, edges = self.order.cpu().numpy(), None, None
         if inner.solid is not None:
-            if int(inner.solid.counts().sum()) > MOST_PER_ROW * max(inner.solid.rows, 1):
-                return None
-            row, key = inner.solid.pairs()
-            listed.append((row, key, np.arange(len(row))))
-        row, key, number = map(np.concatenate, zip(*listed, strict=True))
-        new = np.argsort(self.order.cpu().numpy())
-        row, key = row // length * length + new[row % length], new[key]
-        edges = Edges.from_pairs(length, length, inner.group, row, key, number)
-        return Bound(None, edges.take_queries(at.q_start, at.q_len))
+            solid = permute(inner.solid, order, max(MOST_PER_ROW * inner.solid.rows, MANY_RANGES))
+            if solid is None:
+                return None  # scattered: as many ranges as tests
+            solid = solid.take_queries(at.q_start, at.q_len)
+        if inner.edges is not None:
+            new = np.argsort(order)
+            row, key = inner.edges.row, new[inner.edges.key]
+            row = row // length * length + new[row % length]
+            edges = Edges.from_pairs(length, length, inner.group, row, key, inner.edges.id)
+            edges = edges.take_queries(at.q_start, at.q_len)
+        return Bound(solid, edges)
 
     @property
     def T(self) -> Relation:
@@ -385,4 +389,4 @@ class Permuted(_Moved):
         return f"{self.relation!r}.permute({show(self.order)})"
 
 
-Relation._algebra = Algebra(conjunction, disjunction, Not, Transposed, shifted, Permuted)
+Relation._algebra = Algebra(conjunction, disjunction, Not, Transposed, shifted, Permuted, ranges_of)

@@ -40,7 +40,11 @@ class Prefix(Relation):
         return _are_before(self.length, q, k, b)
 
     def _bind(self, at: Place) -> Bound:
-        return ranges(at, at.k_start, self.length) if isinstance(self.length, int) else _key_ranges(at, self.length)
+        return (
+            ranges(at, at.k_start, self.length)
+            if isinstance(self.length, int)
+            else _key_ranges(at, self.length)
+        )
 
 
 class Padding(Relation):

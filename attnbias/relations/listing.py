@@ -13,6 +13,7 @@ from ..sets.pairs import Pairs
 from .algebra import And
 from .orders import morton, reverse_cuthill_mckee
 from .relation import Relation
+from .tables import find_rows
 from .value import kept
 
 
@@ -100,15 +101,12 @@ class Listed(Relation):
         return (row * keys + key).sort().values, keys
 
     def multiplicity(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        (codes, keys), (batch, heads, queries) = self._codes, self._shape
-        group = torch.zeros((), dtype=torch.int64, device=q.device)
-        for index, size in ((b, batch), (h, heads)):
-            group = group * size + (0 if index is None or size == 1 else index)
-        row = group * queries + q.clamp(0, max(queries - 1, 0))
+        codes, keys = self._codes
+        row, exists = find_rows(self._shape, q, b, h)
         asked = (row * keys + k.clamp(0, keys - 1)).contiguous()
         codes = codes.to(q.device)
         count = torch.searchsorted(codes, asked, right=True) - torch.searchsorted(codes, asked)
-        return torch.where((q >= 0) & (q < queries) & (k >= 0) & (k < keys), count, 0)
+        return torch.where(exists & (k >= 0) & (k < keys), count, 0)
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         return self.multiplicity(q, k, b, h) > 0

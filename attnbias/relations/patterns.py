@@ -18,7 +18,7 @@ from .value import integer
 
 def ranges(at: Place, start: Ints | int, stop: Ints | int) -> Bound:
     """Return one range of key positions per query."""
-    row = np.full(at.q_len, -at.k_start)
+    row = np.full(at.q_len, -at.k_start, np.int64)
     return Bound(Intervals.one_per_row(at.q_len, at.k_len, row + start, row + stop))
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..layouts.fill import Form
     from ..layouts.layout import Layout
     from ..scores.multilevel import MultiLevel
+    from .ranges import Ranges
 
 Start = int | Literal["end"]
 Size = int | None
@@ -46,6 +47,7 @@ class Algebra(NamedTuple):
     transpose: Callable[[Relation], Relation]
     shift: Callable[[Relation, int], Relation]
     permute: Callable[[Relation, Any], Relation]
+    ranges: Callable[[Bound, str], Ranges]
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(integer,))
@@ -279,6 +281,24 @@ class Relation(Value):
         bound = self.bind(q_len, k_len, q_start, batch=batch, heads=heads)
         uses = (self.batch_size or batch or 1) * (self.head_count or heads or 1)
         return bound.count() * (uses // bound.group.size)
+
+    def ranges(
+        self, q_len: int, k_len: int, q_start: Start = 0, *, batch: Size = None, heads: Size = None
+    ) -> Ranges:
+        """Return the keys of each query at these lengths as a relation of ranges.
+
+        Its row 0 is the first query, so use it at ``q_start=0``.
+
+        Raises:
+            ValueError: if the relation tests pairs one by one, as ``Where`` does.
+
+        Example:
+            >>> import attnbias as ab
+            >>> (ab.Window(before=0) | ab.Prefix(1)).ranges(3, 3)
+            Ranges(start=[[0, 0], [0, 0], [0, 2]], stop=[[1, 0], [2, 0], [1, 3]])
+        """
+        bound = self.bind(q_len, k_len, q_start, batch=batch, heads=heads)
+        return self._algebra.ranges(bound, repr(self))
 
     def within(
         self, other: Relation, q_len: int, k_len: int, q_start: Start = 0, **sizes: Unpack[Sizes]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -43,6 +45,22 @@ def look_up(table: Tensor, position: Tensor, b: Tensor | None, outside: int) -> 
         batch = torch.zeros((), dtype=torch.int64, device=table.device) if b is None else b
         found = table[batch.clamp(max=len(table) - 1), index]
     return torch.where(exists, found, outside)
+
+
+def find_rows(shape: Sequence[int], q: Tensor, b: Tensor | None, h: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the row ``(b * heads + h) * queries + q`` in a table of that shape, and whether there is one.
+
+    Args:
+        shape: batches, heads and queries of the table; the number of a size 1 is 0.
+        q: queries.
+        b: batches (None = 0).
+        h: heads (None = 0).
+    """
+    batch, heads, queries = shape
+    group = torch.zeros((), dtype=torch.int64, device=q.device)
+    for index, size in ((b, batch), (h, heads)):
+        group = group * size + (0 if index is None or size == 1 else index)
+    return group * queries + q.clamp(0, max(queries - 1, 0)), (q >= 0) & (q < queries)
 
 
 def distinct_rows(*tables: Tensor) -> tuple[Ints, Ints]:

@@ -2,7 +2,8 @@
 
 A bound relation (``bound``) holds its pairs as ranges of keys in each row (``intervals``, which also has
 the rows and groups that the forms share), one by one (``edges``), or as a test on each pair
-(``predicate``). ``inclusion`` decides whether one set lies in another; ``sort`` sorts edges in C++. Two
+(``predicate``). ``inclusion`` decides whether one set lies in another; ``permute`` puts
+ranges in another order; ``sort`` sorts edges in C++. Two
 records pass between other folders: ``pairs``, a relation's pairs on a GPU, and ``levels``, the blocks of a
 multi-level score.
 

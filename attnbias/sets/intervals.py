@@ -73,8 +73,11 @@ class Rows:
         queries = np.arange(first, first + count)
         rows = np.arange(count_groups(self.group))[:, None] * self.q_len + queries
         rows = np.where((queries >= 0) & (queries < self.q_len), rows, self.rows).reshape(-1)
-        with_an_empty_row = replace(self, ptr=np.append(self.ptr, self.ptr[-1]))
-        return with_an_empty_row.take_rows(rows, count)
+        return self.with_empty_row().take_rows(rows, count)
+
+    def with_empty_row(self) -> Self:
+        """Return the same rows and an empty one after them, to take where there is none."""
+        return replace(self, ptr=np.append(self.ptr, self.ptr[-1]))
 
     def take_groups(self, group: Ints, which: Ints) -> Self:
         """Return the same sets under another map, whose group ``g`` is group ``which[g]`` of these."""

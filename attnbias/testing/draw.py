@@ -141,8 +141,31 @@ def _random_leaf(rng: random.Random, q_len: int, k_len: int, batch: int, heads: 
         index = torch.stack((integers(0, max(k_len - 1, 0), edges), integers(0, max(q_len - 1, 0), edges)))
         return relations.Graph(index, size=(k_len, q_len))
 
+    def ranges() -> Relation:
+        shape = rng.choice([(q_len,), (q_len, few(3, 1)), (batch, q_len, 2), (*sizes(), q_len, 2)])
+        start = integers(0, k_len, *shape)
+        return relations.Ranges(start, (start + integers(0, 9, *shape)).clamp(max=k_len))
+
+    def tree() -> Relation:
+        if q_len != k_len:
+            return relations.Causal()
+        near = rng.choice([2, q_len + 1])  # chains, or wide trees
+        parents = [max(-1, i - few(near, 1)) for i in range(q_len)]
+        made = relations.Tree(torch.tensor(parents, dtype=torch.int64, device="cpu"))
+        return made if rng.random() < 0.7 else made.each(relations.Window(few(3), rng.choice([None, 0])))
+
+    def blocks() -> Relation:
+        size = few(5, 1), few(5, 1)
+        nq, nk = -(-q_len // size[0]), -(-k_len // size[1])
+        if rng.random() < 0.5:
+            return relations.Blocks(integers(0, 2, *sizes(), nq, nk) == 0, size)
+        return relations.Blocks(integers(-1, nk - 1, *sizes(), nq, few(3, 1)), size)
+
     leaves: list[Callable[[], Relation]] = [
         *[lambda: _random_pattern(rng, q_len, k_len)] * 9,
+        ranges,
+        tree,
+        blocks,
         lambda: _random_documents(rng, q_len, k_len, batch),
         lambda: relations.Padding(integers(0, k_len, batch)),
         lambda: relations.Padding.from_mask(integers(0, 1, batch, k_len).bool()),
