@@ -8,7 +8,6 @@ import torch
 
 from ..sets.bound import Bound
 from ..sets.intervals import Intervals
-from ..sets.predicate import Predicate
 from .choose import DUPLICATES
 from .costs import Costs, costs_of
 from .device import lay_out
@@ -62,7 +61,7 @@ def build_layout(
         q_len, k_len, start, batch=batch, heads=heads, device=str(device), most_listed=costs.most_listed
     )
     if form == "tiles" and bound.edges is not None:
-        bound = _without_edges(relation, bound, start)
+        bound = _without_edges(bound)
     layout = _lay_out(bound, form, tile, costs, start)
     if score is not None:
         layout = add_levels(layout, score.bind(q_len, k_len, start))
@@ -79,7 +78,7 @@ def _lay_out(bound: Bound, form: Form, tile: int | None, costs: Costs, q_start: 
     return lay_out_with_numpy(bound, form, tile, costs, q_start)
 
 
-def _without_edges(relation: Relation, bound: Bound, q_start: int) -> Bound:
+def _without_edges(bound: Bound) -> Bound:
     """Return the same pairs as one solid form, for callers who want tiles only."""
     assert bound.edges is not None
     if bound.edges.repeated.any():
@@ -89,5 +88,4 @@ def _without_edges(relation: Relation, bound: Bound, q_start: int) -> Bound:
         return Bound(listed, None)
     if isinstance(bound.solid, Intervals):
         return Bound(bound.solid | listed, None)
-    solid = bound.solid
-    return Bound(Predicate(solid.bound | listed, relation.related, q_start, device=solid.device), None)
+    return Bound(bound.solid.unite(listed))

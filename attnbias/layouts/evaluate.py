@@ -11,7 +11,8 @@ from .tiles import PatternBook, Tiling, Words, coarsen, interval_words, pack_bit
 
 def tile_predicate(form: Predicate, tile: int) -> Tiling:
     """Evaluate every tile that the predicate's bound touches."""
-    touched, covered = coarsen(form.bound, tile)
+    touched, _ = coarsen(form.extent, tile)
+    covered = coarsen(form.bound, tile)[1]
     row, col = touched.pairs()
     full, partial = np.zeros((2, len(row)), bool)
     mark = np.zeros(len(row), np.int64)
@@ -21,7 +22,10 @@ def tile_predicate(form: Predicate, tile: int) -> Tiling:
     for first in range(0, len(row), step):
         part = slice(first, first + step)
         valid = book.valid_words(form.q_len, form.k_len, row[part] % q_tiles, col[part])
-        words = bits.of(row[part], col[part]) & valid & _bound_bits(form, tile, row[part], col[part], covered)
+        words = bits.of(row[part], col[part]) & _bound_bits(form, tile, row[part], col[part], covered)
+        if form.also is not None:
+            words |= interval_words(form.also, tile, row[part], col[part])
+        words &= valid
         empty = ~words.any(axis=(1, 2))
         full[part] = (words == valid).all(axis=(1, 2))
         partial[part] = ~full[part] & ~empty

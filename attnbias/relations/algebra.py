@@ -170,7 +170,8 @@ class And(_Many):
     def _bind(self, at: Place) -> Bound:
         # A graph first: its edges keep their numbers where another part lists the same pairs.
         parts = sorted(self.parts, key=lambda part: not part.listed)
-        return reduce(intersect, [part._bind(at) for part in parts])
+        rule = at.rule(self.related)
+        return reduce(lambda a, b: intersect(a, b, rule), [part._bind(at) for part in parts])
 
     # Moved and relabelled part by part where a graph is among them, which stays a list of edges then.
 
@@ -316,8 +317,7 @@ class Shifted(_Moved):
     def _move(self, at: Place) -> Bound | None:
         keys, distance = self.lengths[1], self.distance - at.k_start
         if keys is None:
-            inner = self.relation._bind(at._replace(k_start=-distance, is_moved=True))
-            return None if isinstance(inner.solid, Predicate) else inner
+            return self.relation._bind(at._replace(k_start=-distance, is_moved=True))
         inner = self.relation._bind(at._replace(k_len=keys, k_start=0, is_moved=True))
         if isinstance(inner.solid, Predicate):
             return None

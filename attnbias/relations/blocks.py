@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -120,12 +121,17 @@ class Blocks(Relation):
             block = flat[row, block]
         last = int(block.max(initial=-1)) + 1
         form = Intervals.empty(q_blocks, last, group).from_ranges(row, block, block + 1)
-        mine = at.positions // q_size
-        exists = (mine >= 0) & (mine < q_blocks)
-        rows = np.where(exists, np.arange(group.size)[:, None] * q_blocks + mine, group.size * q_blocks)
-        form = form.with_empty_row().take_rows(rows.reshape(-1), at.q_len)
-        start, stop = (np.clip(x * k_size - at.k_start, 0, at.k_len) for x in (form.start, form.stop))
-        return Bound(Intervals.empty(at.q_len, at.k_len, group).from_ranges(form.row, start, stop))
+        start, stop = (x.astype(np.int64) * k_size for x in (form.start, form.stop))
+        form = replace(form, start=start, stop=stop).with_empty_row()
+
+        def bind_some(at: Place) -> Bound:
+            mine = at.positions // q_size
+            exists = (mine >= 0) & (mine < q_blocks)
+            rows = np.where(exists, np.arange(group.size)[:, None] * q_blocks + mine, group.size * q_blocks)
+            some = form.take_rows(rows.reshape(-1), at.q_len)
+            return at.bind_ranges(some.row, some.start, some.stop, group)
+
+        return at.in_steps(bind_some) if group.size == 1 else bind_some(at)
 
 
 def _as_table(blocks: Any) -> Tensor:

@@ -206,7 +206,7 @@ class EachDocument(Compound):
             form = self._place_documents()
             if form is not None:
                 return Bound(form.take_queries(at.q_start, at.q_len))
-        return intersect(super()._bind(at), self.documents._bind(at))
+        return intersect(super()._bind(at), self.documents._bind(at), at.rule(self.related))
 
     def _place_documents(self) -> Intervals | None:
         """Bind the relation once per shape of document, and put it at each document's corner.

@@ -79,7 +79,7 @@ def _call(function: ast.expr, arguments: list[Any], keywords: dict[str, Any], te
         case ast.Attribute(value=inner, attr=method) if method in _METHODS:
             made = getattr(_relation(inner, text), method)
         case _:
-            raise ValueError(f"expression: {ast.unparse(function)!r} is none of {', '.join(classes)}")
+            raise ValueError(f"expression: {ast.unparse(function)!r} is none of {', '.join(sorted(classes))}")
     try:
         return made(*arguments, **keywords)
     except TypeError as error:

@@ -146,6 +146,9 @@ class Neighborhood(Relation):
         return np.where(exists, y, -1)
 
     def _bind(self, at: Place) -> Bound:
+        return at.in_steps(self._bind_some)
+
+    def _bind_some(self, at: Place) -> Bound:
         *outer, last = self._axes()
         lead = np.zeros((at.q_len, 1), np.int64)  # number of the grid's line, per outer neighbour
         alive = np.ones((at.q_len, 1), bool)

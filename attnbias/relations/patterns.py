@@ -12,8 +12,11 @@ from torch import Tensor
 from ..arguments import as_count, as_indices
 from ..sets.bound import MANY_RANGES, MOST_PER_ROW, Bound, Place
 from ..sets.intervals import Intervals, Ints, make_groups
+from ..sets.predicate import Predicate
 from .relation import Relation
 from .value import integer
+
+_MOST_LISTED = 8  # steps of a dilation that are listed; more are a rule, and each distance is tested once
 
 
 def ranges(at: Place, start: Ints | int, stop: Ints | int) -> Bound:
@@ -175,8 +178,11 @@ class Dilated(Relation):
     def _bind(self, at: Place) -> Bound:
         if self.dilation == 1:
             return Window(self.before, self.after)._bind(at)
-        if self.before + self.after >= MOST_PER_ROW:
-            return super()._bind(at)
+        if self.before + self.after >= _MOST_LISTED:
+            band = Window(self.before * self.dilation, self.after * self.dilation)._bind(at).solid
+            assert isinstance(band, Intervals)
+            rule = at.rule(self.related)
+            return Bound(Predicate(band, rule, at.q_start, True, at.device, is_implied=True))
         steps = np.arange(-self.before, self.after + 1) * self.dilation
         key = at.positions[:, None] + steps
         row = np.broadcast_to(np.arange(at.q_len)[:, None], key.shape)
@@ -333,11 +339,15 @@ class RandomBlocks(Relation):
         return early & (q >= 0) & (k >= 0)
 
     def _bind(self, at: Place) -> Bound:
+        late = max(0, at.q_len - self.count_ * self.size)
+        if late * self.count_ > max(MOST_PER_ROW * at.q_len, MANY_RANGES):
+            return super()._bind(at)
+        return at.in_steps(self._bind_some)
+
+    def _bind_some(self, at: Place) -> Bound:
         mine = at.positions // self.size
         early = np.flatnonzero((mine >= 0) & (mine < self.count_))
         late = np.flatnonzero(mine >= self.count_)
-        if len(late) * self.count_ > max(MOST_PER_ROW * at.q_len, MANY_RANGES):
-            return super()._bind(at)
         start = np.zeros((0, self.count_), np.int64)
         if len(late):
             first = mine[late[0]]

@@ -189,7 +189,8 @@ class Relation(Value):
 
     def _bind(self, at: Place) -> Bound:
         everywhere = at.everywhere(*self._sizes_in_use(at))
-        return Bound(Predicate(everywhere, at.rule(self.related), at.q_start, self.stationary, at.device))
+        rule = at.rule(self.related)
+        return Bound(Predicate(everywhere, rule, at.q_start, self.stationary, at.device, is_implied=True))
 
     def _sizes_in_use(self, at: Place) -> tuple[int, int]:
         """Return the batches and heads to tell apart; of sizes that fit any, the shape of one pair tells."""

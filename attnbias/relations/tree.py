@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,10 +112,11 @@ class Tree(Relation):
         Returns:
             None where tokens stand in an order that leaves too many ranges.
         """
-        rows, group = distinct_rows(self.parents)
+        _, group = distinct_rows(self.parents)
         length, forms = self.lengths[0], list[Intervals]()
-        for parents in rows:
-            place, size, depth = _place(parents)
+        tables = [np.atleast_2d(x.cpu().numpy()) for x in self._places]
+        for row in np.unique(group, return_index=True)[1]:
+            place, size, depth = (x[row] for x in tables)
             order = np.argsort(place)
             # With subtrees together, a key is seen by one run of queries: itself to the end of its subtree.
             form = Intervals.one_per_row(length, length, np.arange(length), (place + size)[order]).transpose()
@@ -153,7 +154,7 @@ class EachPath(Compound):
             form = self.tree._paths(along.solid)
             if form is not None:
                 return Bound(form.take_queries(at.q_start, at.q_len))
-        return intersect(super()._bind(at), self.tree._bind(at))
+        return intersect(super()._bind(at), self.tree._bind(at), at.rule(self.related))
 
     def __repr__(self) -> str:
         return f"{self.tree!r}.each({self.relation!r})"
@@ -194,29 +195,37 @@ def _place(parents: Ints) -> _Places:
     if len(wrong):
         raise ValueError(f"parents: wanted -1 (none) to {length - 1}, got {int(parents[wrong[0]])}")
     depth, size = (parents >= 0).astype(np.int64), np.ones(length, np.int64)
-    jump = np.append(parents, -1)  # 1, 2, 4 ... generations up; no token is its own parent
-    jumps = []
-    for _ in range(length.bit_length() + 1):
-        alive = np.flatnonzero(jump[:-1] >= 0)
-        if not len(alive):
-            break
-        up = jump[alive]
-        jumps.append((alive, up))
-        size = size + np.bincount(up, weights=size[alive], minlength=length).astype(np.int64)
+    for alive, up in _generations(parents):
+        size += np.bincount(up, weights=size[alive], minlength=length).astype(np.int64)
         depth[alive] += depth[up]
-        jump = np.append(np.where(jump[:-1] >= 0, jump[jump[:-1]], -1), -1)
-    else:
-        token = int(np.flatnonzero(jump[:-1] >= 0)[0])
-        raise ValueError(f"parents: wanted a tree, got a cycle above token {token}")
     # After its parent come the subtrees of its earlier siblings.
     siblings = np.argsort(parents, kind="stable")
     before = np.cumsum(size[siblings]) - size[siblings]
     is_first = np.diff(parents[siblings], prepend=-2) != 0
     place = np.empty(length, np.int64)
     place[siblings] = before - np.maximum.accumulate(np.where(is_first, before, 0)) + (parents[siblings] >= 0)
-    for alive, up in jumps:
-        place[alive] = place[alive] + place[up]
+    for alive, up in _generations(parents):
+        place[alive] += place[up]
     return _Places(place, size, depth)
+
+
+def _generations(parents: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Go up by 1, 2, 4 ... generations: tokens that have such an ancestor, and the ancestor of each.
+
+    Raises:
+        ValueError: if a token is its own ancestor.
+    """
+    alive = np.flatnonzero(parents >= 0)
+    up = parents[alive]
+    for _ in range(len(parents).bit_length() + 1):
+        if not len(alive):
+            return
+        yield alive, up
+        jump = np.full(len(parents), -1)
+        jump[alive] = up
+        has_more = jump[up] >= 0
+        alive, up = alive[has_more], jump[up[has_more]]
+    raise ValueError(f"parents: wanted a tree, got a cycle above token {int(alive[0])}")
 
 
 def _cut(form: Intervals, depth: Ints, along: Intervals) -> Intervals:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
@@ -18,6 +18,8 @@ from .predicate import Predicate, Related
 # Limits on the memory that an exact form takes; a larger set is left to a test of each pair.
 MOST_PER_ROW = 64  # ranges, or scattered pairs, in a row on average
 MANY_RANGES = 1 << 22  # fewer in all are never too many
+
+_ROWS_AT_ONCE = 4096
 
 
 class Place(NamedTuple):
@@ -52,6 +54,21 @@ class Place(NamedTuple):
         """Return all pairs, with a group for every batch and head."""
         form = Intervals.full(self.q_len, self.k_len)
         return form.take_groups(make_groups(batch, heads), np.zeros(batch * heads, np.int64))
+
+    def in_steps(self, bind: Callable[[Place], Bound]) -> Bound:
+        """Bind some queries at a time, which bounds the memory on the way; for one group and one form."""
+        if self.q_len <= _ROWS_AT_ONCE:
+            return bind(self)
+        firsts = range(0, self.q_len, _ROWS_AT_ONCE)
+        sizes = [min(_ROWS_AT_ONCE, self.q_len - first) for first in firsts]
+        places = zip(firsts, sizes, strict=True)
+        parts = [bind(self._replace(q_start=self.q_start + i, q_len=n)) for i, n in places]
+        lists = [part.edges for part in parts if part.edges is not None]
+        if lists:
+            edges = Edges.stack(lists, make_groups())
+            return Bound(None, replace(edges, q_len=self.q_len, id=np.arange(len(edges.key))))
+        ranges = [part.solid for part in parts if isinstance(part.solid, Intervals)]
+        return Bound(replace(Intervals.stack(ranges, make_groups()), q_len=self.q_len))
 
     def bind_ranges(self, row: Ints, start: Ints, stop: Ints, group: Ints | None = None) -> Bound:
         """Return ranges of key positions, any number in a row and in any order, cut to the keys."""
@@ -117,38 +134,46 @@ class Bound:
         return int(counts.reshape(count_groups(self.group), -1).sum(1)[self.group].sum())
 
 
-def intersect(a: Bound, b: Bound) -> Bound:
+def intersect(a: Bound, b: Bound, related: Related) -> Bound:
     """Return the pairs in both. Edges are filtered, so a graph costs as much as it has edges.
 
-    Duplicate edges stay: a pair listed by both has the edges of the one that has more, ``a`` if as many.
+    ``related`` is the intersection's own definition. Duplicate edges stay: a pair listed by both has the
+    edges of the one that has more, ``a`` if as many.
     """
     a, b = align(a, b)
     listed = []
     for mine, other in ((a, b), (b, a)):
         if mine.edges is None:
             continue
-        row, key = mine.edges.row, mine.edges.key
-        kept = np.zeros(len(key), bool) if other.solid is None else other.solid.contains(row, key)
-        if other.edges is not None:
-            often, theirs = mine.edges.count_of(row, key), other.edges.count_of(row, key)
-            kept |= (theirs > 0) & ((often >= theirs) if mine is a else (often > theirs))
+        kept = np.zeros(len(mine.edges.key), bool)
+        for part, row, key in mine.edges.in_steps():
+            if other.solid is not None:
+                kept[part] = other.solid.contains(row, key)
+            if other.edges is not None:
+                often, theirs = mine.edges.count_of(row, key), other.edges.count_of(row, key)
+                kept[part] |= (theirs > 0) & ((often >= theirs) if mine is a else (often > theirs))
         if mine is a or kept.any():
             listed.append(mine.edges.filter(kept))
     solid = None
     if a.solid is not None and b.solid is not None:
-        solid = _intersect_solid(a.solid, b.solid)
+        solid = _intersect_solid(a.solid, b.solid, related)
     if solid is None and not listed:
         listed = [a.no_edges]
     return Bound(solid, join_edges(listed))
 
 
-def _intersect_solid(a: Intervals | Predicate, b: Intervals | Predicate) -> Intervals | Predicate:
+def _intersect_solid(
+    a: Intervals | Predicate, b: Intervals | Predicate, related: Related
+) -> Intervals | Predicate:
     if isinstance(a, Intervals):
-        return a & b if isinstance(b, Intervals) else replace(b, bound=b.bound & a)
+        return a & b if isinstance(b, Intervals) else b.intersect(a)
     if isinstance(b, Intervals):
-        return replace(a, bound=a.bound & b)
+        return a.intersect(b)
+    if a.also is not None or b.also is not None:
+        return a.with_rule(a.extent & b.extent, related, False)
     both: Related = lambda q, k, b_, h: a.related(q, k, b_, h) & b.related(q, k, b_, h)  # noqa: E731
-    return a.with_rule(a.bound & b.bound, both, a.stationary and b.stationary)
+    joined = a.with_rule(a.bound & b.bound, both, a.stationary and b.stationary)
+    return replace(joined, is_implied=a.is_implied and b.is_implied)
 
 
 def unite(parts: Sequence[Bound], related: Related, stationary: bool) -> Bound:
@@ -160,17 +185,37 @@ def unite(parts: Sequence[Bound], related: Related, stationary: bool) -> Bound:
         edges = edges.distinct()
     if not solids:
         return Bound(None, edges)
-    solid: Intervals | Predicate = reduce(or_, [form.bound for form in solids])
-    for form in solids:
-        if isinstance(form, Predicate):
-            solid = form.with_rule(solid.bound, related, stationary)
+    solid = _unite_solid(solids, related, stationary)
     if edges is not None:
-        edges = edges.filter(~solid.contains(edges.row, edges.key))
+        kept = np.zeros(len(edges.key), bool)
+        for part, row, key in edges.in_steps():
+            kept[part] = ~solid.contains(row, key)
+        edges = edges.filter(kept)
     return Bound(solid, edges)
+
+
+def _unite_solid(
+    solids: Sequence[Intervals | Predicate], related: Related, stationary: bool
+) -> Intervals | Predicate:
+    rules = [form for form in solids if isinstance(form, Predicate)]
+    ranges = [form for form in solids if isinstance(form, Intervals)]
+    if not rules:
+        return reduce(or_, ranges)
+    first = rules[0]
+    if len(rules) > 1 and all(rule.stationary and rule.is_implied for rule in rules):
+        tests = [rule.related for rule in rules]
+        either: Related = lambda q, k, b, h: reduce(or_, [test(q, k, b, h) for test in tests])  # noqa: E731
+        everywhere = reduce(or_, [rule.bound for rule in rules])
+        first = replace(first.with_rule(everywhere, either, True), is_implied=True)
+    elif len(rules) > 1 or not first.stationary:  # what ranges hold a rule would have to test as well
+        return first.with_rule(reduce(or_, [form.extent for form in solids]), related, stationary)
+    return first.unite(reduce(or_, ranges)) if ranges else first
 
 
 def complement(part: Bound, place: Place, related: Related, stationary: bool) -> Bound:
     """Return the pairs not in the part; ``related`` is the complement's own definition."""
+    if isinstance(part.solid, Predicate) and part.solid.stationary and part.edges is None:
+        return Bound(part.solid.invert())
     if isinstance(part.solid, Predicate):
         everything = ~Intervals.empty(place.q_len, place.k_len, part.group)
         return Bound(part.solid.with_rule(everything, related, stationary))
@@ -198,13 +243,19 @@ def stack(parts: Sequence[Bound], pick: Ints, place: Place, related: Related) ->
     if all(part.solid is None for part in parts):
         return Bound(None, edges)
     solids = [part.solid or Intervals.empty(place.q_len, place.k_len, part.group) for part in parts]
-    bound = Intervals.stack([form.bound for form in solids], everyone).take_groups(group, used)
     rules = tuple(form if isinstance(form, Predicate) else None for form in solids)
+    bounds = [form.bound if isinstance(form, Predicate) else form for form in solids]
+    bound = Intervals.stack(bounds, everyone).take_groups(group, used)
     if not any(rules):
         return Bound(bound, edges)
+    also = None
+    if any(rule is not None and rule.also is not None for rule in rules):
+        none = [Intervals.empty(place.q_len, place.k_len, part.group) for part in parts]
+        listed = [(rule and rule.also) or empty for rule, empty in zip(rules, none, strict=True)]
+        also = Intervals.stack(listed, everyone).take_groups(group, used)
     part_of = np.searchsorted(first, used, side="right") - 1
     source = np.stack((part_of, used - first[part_of]), 1)
-    solid = Predicate(bound, related, place.q_start, device=place.device, parts=rules, source=source)
+    solid = Predicate(bound, related, place.q_start, False, place.device, rules, source, also)
     return Bound(solid, edges)
 
 

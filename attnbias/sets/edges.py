@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 
 from .intervals import Index, Intervals, Ints, Rows, count_groups, pointer
 from .sort import sort_edges
+
+_ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +53,9 @@ class Edges(Rows):
     def repeated(self) -> NDArray[np.bool_]:
         """True where an edge repeats the pair before it, [E]."""
         same = np.zeros(len(self.key), bool)
-        same[1:] = (self.key[1:] == self.key[:-1]) & (self.row[1:] == self.row[:-1])
+        np.equal(self.key[1:], self.key[:-1], out=same[1:])
+        begins = self.ptr[:-1]
+        same[begins[begins < len(same)]] = False
         return same
 
     def distinct(self) -> Edges:
@@ -60,6 +65,13 @@ class Edges(Rows):
     def filter(self, kept: NDArray[np.bool_]) -> Edges:
         """Return the edges where ``kept`` [E] is true."""
         return self.pick(pointer(kept)[self.ptr], kept)
+
+    def in_steps(self) -> Iterator[tuple[slice, Ints, Index]]:
+        """Yield some edges at a time, in order: their places, rows and keys."""
+        for first in range(0, self.rows, _ROWS_AT_ONCE):
+            ptr = self.ptr[first : min(first + _ROWS_AT_ONCE, self.rows) + 1]
+            part = slice(ptr[0], ptr[-1])
+            yield part, np.repeat(np.arange(first, first + len(ptr) - 1), np.diff(ptr)), self.key[part]
 
     def counts(self) -> Ints:
         """Return the number of edges in each row, [rows]."""
@@ -76,7 +88,8 @@ class Edges(Rows):
 
     def count_of(self, row: Ints, key: Ints) -> Ints:
         """Return how many edges each pair (row, key) has."""
-        mine = self.row * self.k_len + self.key
+        own, near = self.near(row)
+        mine = own * self.k_len + self.key[near]
         asked = row * self.k_len + key
         return np.searchsorted(mine, asked, side="right") - np.searchsorted(mine, asked)
 

@@ -6,10 +6,10 @@ are rows and ranges.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from typing_extensions import Self
 Ints = NDArray[np.int64]
 Index = NDArray[np.signedinteger[Any]]  # int32 where the library sorted, else int64
 Whole = TypeVar("Whole", int, Ints)
+
+_ROWS_AT_ONCE = 4096  # bounds the memory of one step of an operation, and keeps it in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +60,12 @@ class Rows:
         """The row of each entry, [n]."""
         return np.repeat(np.arange(self.rows), np.diff(self.ptr))
 
+    def near(self, rows: Ints) -> tuple[Ints, slice]:
+        """Return the entries of all rows from the least to the greatest of some: rows of each, and where."""
+        first, last = int(rows.min(initial=self.rows)), int(rows.max(initial=-1)) + 1
+        ptr = self.ptr[min(first, last) : last + 1]
+        return np.repeat(np.arange(last - len(ptr) + 1, last), np.diff(ptr)), slice(ptr[0], ptr[-1])
+
     def pick(self, ptr: Index, picked: NDArray[Any]) -> Self:
         """Return some of the entries, by their places or a mask, with the rows that they form."""
         return replace(self, ptr=ptr, **{name: getattr(self, name)[picked] for name in self.entries})
@@ -91,23 +99,22 @@ class Rows:
 class Intervals(Rows):
     """For each row the keys it relates to, as disjoint, non-touching, increasing ranges."""
 
-    start: Ints  # [n]
-    stop: Ints  # [n]
+    start: Index  # [n], int32
+    stop: Index  # [n], int32
     entries = ("start", "stop")
 
     @classmethod
     def one_per_row(cls, q_len: int, k_len: int, start: Ints, stop: Ints) -> Intervals:
         """Build from at most one range per row, ``start, stop`` [groups, q_len], cut to the keys."""
         groups = start.size // q_len if q_len else 1
-        start = np.clip(start.reshape(-1), 0, k_len)
-        stop = np.clip(stop.reshape(-1), 0, k_len)
-        kept = start < stop
+        low, high = (np.clip(x.reshape(-1), 0, k_len).astype(np.int32) for x in (start, stop))
+        kept = low < high
         if kept.all():
-            ptr = np.arange(len(start) + 1)
+            ptr = np.arange(len(low) + 1)
         else:
             ptr = pointer(kept)
-            start, stop = start[kept], stop[kept]
-        return cls(q_len, k_len, np.arange(groups)[:, None], ptr, start, stop)
+            low, high = low[kept], high[kept]
+        return cls(q_len, k_len, np.arange(groups)[:, None], ptr, low, high)
 
     @classmethod
     def full(cls, q_len: int, k_len: int) -> Intervals:
@@ -128,10 +135,11 @@ class Intervals(Rows):
             return None
         row = start // max(k_len, 1)
         ptr = pointer(np.bincount(row, minlength=rows))
-        return cls(q_len, k_len, group, ptr, start - row * k_len, stop - row * k_len)
+        start, stop = ((x - row * k_len).astype(np.int32) for x in (start, stop))
+        return cls(q_len, k_len, group, ptr, start, stop)
 
     @property
-    def bound(self) -> Intervals:
+    def extent(self) -> Intervals:
         """The ranges outside of which no pair is related, as :class:`Predicate` has them: these."""
         return self
 
@@ -153,31 +161,53 @@ class Intervals(Rows):
 
     def contains(self, row: Ints, key: Ints) -> NDArray[np.bool_]:
         """Return whether each pair (row, key) is related."""
-        span = self.k_len + 1
-        at = np.searchsorted(self.row * span + self.start, row * span + key, side="right") - 1
-        reach = np.append(self.row * span + self.stop, -1)  # at = -1 finds no range
+        span, (own, near) = self.k_len + 1, self.near(row)
+        base = own * span
+        at = np.searchsorted(base + self.start[near], row * span + key, side="right") - 1
+        reach = np.append(base + self.stop[near], -1)  # at = -1 finds no range
         return row * span + key < reach[at]
 
     def shift(self, distance: int, k_len: int) -> Intervals:
         """Move every key by ``distance``; drop what leaves ``[0, k_len)``."""
-        start = np.clip(self.start + distance, 0, k_len)
-        stop = np.clip(self.stop + distance, 0, k_len)
+        start, stop = (np.clip(x.astype(np.int64) + distance, 0, k_len) for x in (self.start, self.stop))
         return replace(self, k_len=k_len).from_ranges(self.row, start, stop)
 
-    def from_ranges(self, row: Ints, start: Ints, stop: Ints) -> Intervals:
+    def from_ranges(self, row: Ints, start: Index, stop: Index) -> Intervals:
         """Return the union of the given ranges, in rows like these."""
-        ptr, start, stop = merge(self.rows, self.k_len, row, start, stop)
+        if self.rows <= _ROWS_AT_ONCE or (row[1:] < row[:-1]).any():
+            return replace(self, **merge(self.rows, self.k_len, row, start, stop)._asdict())
+        cuts = np.searchsorted(row, np.arange(0, self.rows, _ROWS_AT_ONCE)).tolist()
+
+        def step(first: int, last: int) -> Ranges:
+            part = slice(cuts[first // _ROWS_AT_ONCE], [*cuts, None][first // _ROWS_AT_ONCE + 1])
+            return merge(last - first, self.k_len, row[part] - first, start[part], stop[part])
+
+        return self._in_steps(len(row), step)
+
+    def _in_steps(self, most: int, step: Callable[[int, int], Ranges]) -> Intervals:
+        """Return rows like these, made by a function of some of them at a time: ``most`` ranges in all."""
+        start, stop = np.empty(most, np.int32), np.empty(most, np.int32)
+        ptr, end = np.zeros(self.rows + 1, np.int64), 0
+        for first in range(0, self.rows, _ROWS_AT_ONCE):
+            last = min(first + _ROWS_AT_ONCE, self.rows)
+            some = step(first, last)
+            start[end : end + len(some.start)], stop[end : end + len(some.start)] = some.start, some.stop
+            ptr[first + 1 : last + 1] = some.ptr[1:] + end
+            end += len(some.start)
+        for array in (start, stop):
+            array.resize(end, refcheck=False)  # in place
         return replace(self, ptr=ptr, start=start, stop=stop)
 
+    def _some(self, first: int, last: int) -> Ranges:
+        """Return the ranges of some rows."""
+        begin, end = self.ptr[first], self.ptr[last]
+        return Ranges(self.ptr[first : last + 1] - begin, self.start[begin:end], self.stop[begin:end])
+
     def __invert__(self) -> Intervals:
-        start = np.zeros(len(self.start) + self.rows, np.int64)
-        stop = np.full(len(start), self.k_len, np.int64)
-        gap = np.arange(len(self.start)) + self.row
-        stop[gap] = self.start
-        start[gap + 1] = self.stop
-        kept = start < stop
-        ptr = pointer(kept)[self.ptr + np.arange(self.rows + 1)]
-        return replace(self, ptr=ptr, start=start[kept], stop=stop[kept])
+        k_len = self.k_len
+        return self._in_steps(
+            len(self.start) + self.rows, lambda first, last: self._some(first, last).invert(k_len)
+        )
 
     def __and__(self, other: Intervals) -> Intervals:
         a, b = align(self, other)
@@ -185,25 +215,22 @@ class Intervals(Rows):
             start = np.maximum(a.single[0], b.single[0])
             stop = np.minimum(a.single[1], b.single[1])
             return replace(a.one_per_row(a.q_len, a.k_len, start, stop), group=a.group)
-        return ~(~a | ~b)
+        return a._with(b, lambda x, y: x.invert(a.k_len).unite(y.invert(a.k_len), a.k_len).invert(a.k_len))
 
     def __or__(self, other: Intervals) -> Intervals:
         a, b = align(self, other)
-        if a.single and b.single:  # in order without a sort
-            start, stop = np.stack((a.single[0], b.single[0]), 1), np.stack((a.single[1], b.single[1]), 1)
-            swapped = start[:, 1] < start[:, 0]
-            start[swapped], stop[swapped] = start[swapped, ::-1], stop[swapped, ::-1]
-            row = np.repeat(np.arange(a.rows), 2)
-            return a.from_ranges(row, start.reshape(-1), stop.reshape(-1))
-        return a.from_ranges(
-            np.concatenate((a.row, b.row)),
-            np.concatenate((a.start, b.start)),
-            np.concatenate((a.stop, b.stop)),
-        )
+        return a._with(b, lambda x, y: x.unite(y, a.k_len))
 
     def __sub__(self, other: Intervals) -> Intervals:
         a, b = align(self, other)
-        return ~(~a | b)
+        return a._with(b, lambda x, y: x.invert(a.k_len).unite(y, a.k_len).invert(a.k_len))
+
+    def _with(self, other: Intervals, combine: Callable[[Ranges, Ranges], Ranges]) -> Intervals:
+        """Combine rows with those of another set, which leaves at most as many ranges as both have."""
+        return self._in_steps(
+            len(self.start) + len(other.start),
+            lambda first, last: combine(self._some(first, last), other._some(first, last)),
+        )
 
     def transpose(self) -> Intervals:
         """Return for each key of each group the ranges of queries related to it."""
@@ -213,8 +240,9 @@ class Intervals(Rows):
         padded = self._padded(groups, below=True)
         above = self._padded(groups, below=False)
         key, begin = (padded - above)._by_key(groups, self.k_len)
-        _, end = (above - padded)._by_key(groups, self.k_len)
         ptr = np.searchsorted(key, np.arange(groups * self.k_len + 1))
+        del key
+        _, end = (above - padded)._by_key(groups, self.k_len)
         return Intervals(self.k_len, self.q_len, self.group, ptr, begin, end)
 
     def _padded(self, groups: int, *, below: bool) -> Intervals:
@@ -225,10 +253,13 @@ class Intervals(Rows):
 
     def _by_key(self, groups: int, k_len: int) -> tuple[Ints, Ints]:
         """Return all pairs as (g * k_len + key, query), sorted."""
-        row, key = self.pairs()
-        g, query = np.divmod(row, self.q_len)
-        order = np.argsort(g * k_len + key, kind="stable")
-        return (g * k_len + key)[order], query[order]
+        query, key = self.pairs()
+        if groups > 1:
+            g, query = np.divmod(query, self.q_len)
+            key += g * k_len
+        order = np.argsort(key, kind="stable")
+        key = key[order]
+        return key, query[order].astype(np.int32)
 
     def dense(self) -> NDArray[np.bool_]:
         """Return the set as booleans, [rows, k_len]."""
@@ -240,10 +271,37 @@ class Intervals(Rows):
     def pairs(self) -> tuple[Ints, Ints]:
         """Return every pair as (row, key): as many elements as there are pairs."""
         size = self.stop - self.start
-        row = np.repeat(self.row, size)
-        first = np.cumsum(size) - size
-        key = np.arange(len(row)) + np.repeat(self.start - first, size)
+        total = pointer(size)
+        key = np.arange(total[-1])
+        key += np.repeat(self.start - total[:-1], size)
+        row = np.repeat(np.repeat(np.arange(self.rows), np.diff(self.ptr)), size)
         return row, key
+
+
+class Ranges(NamedTuple):
+    """Ranges of some rows, as :class:`Intervals` has them."""
+
+    ptr: Index
+    start: Index
+    stop: Index
+
+    def invert(self, k_len: int) -> Ranges:
+        """Return the keys that are in none."""
+        rows, count = len(self.ptr) - 1, len(self.start)
+        start = np.zeros(count + rows, np.int32)
+        stop = np.full(count + rows, k_len, np.int32)
+        gap = np.arange(count) + np.repeat(np.arange(rows), np.diff(self.ptr))
+        stop[gap] = self.start
+        start[gap + 1] = self.stop
+        kept = start < stop
+        return Ranges(pointer(kept)[self.ptr + np.arange(rows + 1)], start[kept], stop[kept])
+
+    def unite(self, other: Ranges, k_len: int) -> Ranges:
+        """Return the keys that are in one or the other."""
+        rows = len(self.ptr) - 1
+        row = np.concatenate([np.repeat(np.arange(rows), np.diff(each.ptr)) for each in (self, other)])
+        start, stop = (np.concatenate(both) for both in zip(self[1:], other[1:], strict=True))
+        return merge(rows, k_len, row, start, stop)
 
 
 def ceil_div(a: Whole, b: int) -> Whole:
@@ -275,13 +333,14 @@ def gather_ranges(ptr: Index, rows: Ints) -> tuple[Ints, Ints]:
     return new, np.arange(new[-1]) + np.repeat(ptr[:-1][rows] - new[:-1], lengths)
 
 
-def merge(rows: int, k_len: int, row: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """Unite ranges in any order, joining touching ones; return ``ptr, start, stop``."""
+def merge(rows: int, k_len: int, row: Ints, start: Index, stop: Index) -> Ranges:
+    """Unite ranges in any order, joining touching ones."""
     kept = start < stop
     if not kept.all():
         row, start, stop = row[kept], start[kept], stop[kept]
     if not len(row):
-        return np.zeros(rows + 1, np.int64), start, stop
+        none = np.zeros(0, np.int32)
+        return Ranges(np.zeros(rows + 1, np.int64), none, none)
     # One axis for all rows, with a gap of one between them so that no range joins the next row's.
     span = k_len + 1
     first, end = row * span + start, row * span + stop
@@ -299,7 +358,8 @@ def merge(rows: int, k_len: int, row: Ints, start: Ints, stop: Ints) -> tuple[In
     last = np.concatenate((fresh[1:], [True]))
     row = first[fresh] // span
     ptr = pointer(np.bincount(row, minlength=rows))
-    return ptr, first[fresh] - row * span, reach[last] - row * span
+    start, stop = ((x - row * span).astype(np.int32) for x in (first[fresh], reach[last]))
+    return Ranges(ptr, start, stop)
 
 
 class Grouped(Protocol):

@@ -19,20 +19,43 @@ PAIRS_AT_ONCE = 1 << 22  # bounds the memory of one evaluation: a bool per pair,
 
 @dataclass(frozen=True, eq=False)
 class Predicate:
-    """Pairs inside ``bound`` for which ``related(q, k, b, h)`` holds.
+    """Pairs inside ``bound`` for which ``related(q, k, b, h)`` holds, and those of ``also``.
 
     Where groups come from several relations, ``parts`` are their own predicates (None: the bound is exact)
     and ``source`` [groups, 2] gives the part of each group and its group there, so that no group is tested
     by another's rule.
     """
 
-    bound: Intervals  # no pair outside of it is related; its map of groups is this form's
+    bound: Intervals  # where the rule decides; its map of groups is this form's
     related: Related
     q_start: int
     stationary: bool = False  # depends only on q - k: each distance is evaluated once
     device: str = "cpu"
     parts: tuple[Predicate | None, ...] = ()
     source: Ints | None = None
+    also: Intervals | None = None  # pairs outside of the bound that are related, whatever the rule says
+    is_implied: bool = False  # the rule holds nowhere outside of the bound
+
+    @property
+    def extent(self) -> Intervals:
+        """The pairs outside of which none is related."""
+        return self.bound if self.also is None else self.bound | self.also
+
+    def unite(self, more: Intervals) -> Predicate:
+        """Return these pairs and more."""
+        also = more if self.also is None else self.also | more
+        return replace(self, bound=self.bound - more, also=also, is_implied=False)
+
+    def intersect(self, form: Intervals) -> Predicate:
+        """Return those of these pairs that are in another set."""
+        also = None if self.also is None else self.also & form
+        return replace(self, bound=self.bound & form, also=also, is_implied=False)
+
+    def invert(self) -> Predicate:
+        """Return all other pairs; the rule must depend on q - k only."""
+        rule = self.related
+        opposite: Related = lambda q, k, b, h: ~rule(q, k, b, h)  # noqa: E731
+        return replace(self, related=opposite, also=~self.extent, is_implied=False)
 
     @property
     def q_len(self) -> int:
@@ -52,7 +75,8 @@ class Predicate:
     def take_groups(self, group: Ints, which: Ints) -> Predicate:
         """Return the same set under another map of groups."""
         source = None if self.source is None else self.source[which]
-        return replace(self, bound=self.bound.take_groups(group, which), source=source)
+        also = None if self.also is None else self.also.take_groups(group, which)
+        return replace(self, bound=self.bound.take_groups(group, which), source=source, also=also)
 
     def with_rule(self, bound: Intervals, related: Related, stationary: bool) -> Predicate:
         """Return another set: all pairs inside the bound for which the rule holds."""
@@ -61,13 +85,16 @@ class Predicate:
     def contains(self, row: Ints, key: Ints) -> NDArray[np.bool_]:
         """Return whether each pair (row, key) is related."""
         g, query = np.divmod(row, max(self.q_len, 1))
-        return self.evaluate(g, query + self.q_start, key) & self.bound.contains(row, key)
+        found = self.evaluate(g, query + self.q_start, key) & self.bound.contains(row, key)
+        return found if self.also is None else found | self.also.contains(row, key)
 
     def counts(self) -> Ints:
         """Return the number of related keys in each row, [rows]."""
+        counts = self._counts_by_distance() if self.stationary else self._counts_by_pair()
+        return counts if self.also is None else counts + self.also.counts()
+
+    def _counts_by_pair(self) -> Ints:
         bound, rows = self.bound, self.bound.rows
-        if self.stationary:
-            return self._counts_by_distance()
         counts = np.zeros(rows, np.int64)
         step = max(1, PAIRS_AT_ONCE // max(self.k_len, 1))
         for first in range(0, rows, step):

@@ -425,7 +425,7 @@ ERRORS = [
     (lambda: ab.Documents([0]).each(3), TypeError, "relation: wanted a relation, got 3"),
     (lambda: ab.Where(torch.eq), TypeError, "fn: wanted a Python function of"),
     (lambda: parse("import os"), ValueError, "is not an expression"),
-    (lambda: parse("__import__('os')"), ValueError, "'__import__' is none of Full, Empty"),
+    (lambda: parse("__import__('os')"), ValueError, "'__import__' is none of Bipartite, Blocks"),
     (lambda: parse("Causal() & 3"), ValueError, "'3' in 'Causal\\(\\) & 3' is not a relation"),
     (lambda: parse("3"), ValueError, "'3' is not a relation"),
     (lambda: parse("Window(nope=3)"), ValueError, "Window: .*unexpected keyword argument 'nope'"),
