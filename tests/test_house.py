@@ -30,6 +30,7 @@ LAYERS = (
     ("attnbias.sets",),
     ("attnbias.layouts",),
     ("attnbias.relations",),  # above layouts, since Relation.layout builds one
+    ("attnbias.recipes",),
     ("attnbias.scores",),
     ("attnbias.backends",),
     ("attnbias.op",),
