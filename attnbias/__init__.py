@@ -2,11 +2,12 @@
 
 Start with ``attention``. The other modules here are ``arguments`` (checks that every folder may use),
 ``native`` (opens the C++ library) and ``structured`` (structured matrices). The folders, from the bottom:
-``sets``, ``layouts``, ``relations``, ``scores``, ``backends``, ``op``, then ``testing`` and ``symmetry``,
-then ``nn`` and ``integrations``. A folder imports only those before it; docs/architecture.md explains why.
+``sets``, ``layouts``, ``relations``, ``recipes``, ``scores``, ``backends``, ``op``, then ``testing`` and
+``symmetry``, then ``nn`` and ``integrations``. A folder imports only those before it; docs/architecture.md
+explains why.
 """
 
-from . import testing
+from . import recipes, testing
 from .attention import attention
 from .layouts import Layout, layout_cache
 from .op.dispatch import use_backend
@@ -91,6 +92,7 @@ __all__ = [
     "layout_cache",
     "linear_buckets",
     "merge",
+    "recipes",
     "t5_buckets",
     "testing",
     "topk_blocks",

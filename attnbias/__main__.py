@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import platform
 import sys
@@ -17,6 +18,7 @@ from .arguments import device_of
 from .backends import cpu
 from .layouts import Layout
 from .op import dispatch
+from .recipes import RECIPES
 from .relations import parse
 from .testing import checklist, soak
 
@@ -52,9 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="attnbias", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="draw which query attends to which key, and the layout of tiles")
-    show.add_argument("relation", help="an expression such as 'Causal() & Window(before=3)'")
-    show.add_argument("q_len", type=int, nargs="?", default=16, help="number of queries (16)")
-    show.add_argument("k_len", type=int, nargs="?", default=None, help="number of keys (as many as queries)")
+    show.add_argument(
+        "relation",
+        help="an expression such as 'Causal() & Window(before=3)' or 'longformer(4, [0])'; "
+        "'recipes' lists the names that are not relations",
+    )
+    show.add_argument("q_len", type=int, nargs="?", help="number of queries (the relation's own, or 16)")
+    show.add_argument("k_len", type=int, nargs="?", help="number of keys (as many as queries)")
     show.add_argument("--q-start", default="0", help="position of the first query: a number or 'end' (0)")
     show.add_argument("--tile", type=int, choices=(64, 128), help="tile size (the cheaper one)")
     show.add_argument("--form", default="auto", help="tiles, edges, or auto for the cheaper one (auto)")
@@ -74,19 +80,33 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(given: argparse.Namespace) -> int:
-    relation = parse(given.relation)
-    k_len = given.q_len if given.k_len is None else given.k_len
+    if given.relation == "recipes":
+        return _list_recipes()
+    relation = parse(given.relation, RECIPES)
+    q_len, k_len = given.q_len, given.k_len
+    if q_len is None:
+        q_len, k_len = relation.lengths[0] or 16, relation.lengths[1]
+    k_len = q_len if k_len is None else k_len
     start = given.q_start if given.q_start == "end" else int(given.q_start)
     print(relation)
-    if given.q_len * k_len <= 1 << 16:
-        print(relation.picture(given.q_len, k_len, start))
-    layout = Layout.build(relation, given.q_len, k_len, q_start=start, form=given.form, tile=given.tile)
-    if layout.q_tile.numel() > 1 and max(given.q_len, k_len) <= MOST_TILES * layout.tile:
+    if q_len * k_len <= 1 << 16:
+        print(relation.picture(q_len, k_len, start))
+    layout = Layout.build(relation, q_len, k_len, q_start=start, form=given.form, tile=given.tile)
+    if layout.q_tile.numel() > 1 and max(q_len, k_len) <= MOST_TILES * layout.tile:
         print(f"tiles of {layout.tile}: # full, + partial, e edges, * both\n{layout.picture()}")
     print(layout.stats())
     if given.png:
         layout.picture(given.png)
         print(f"wrote {given.png}")
+    return 0
+
+
+def _list_recipes() -> int:
+    for name, recipe in RECIPES.items():
+        signature = inspect.signature(recipe)
+        bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+        print(f"{name}{signature.replace(parameters=bare, return_annotation=signature.empty)}")
+        print("    " + (inspect.getdoc(recipe) or "").partition("\n")[0].replace("``", ""))
     return 0
 
 

@@ -15,7 +15,7 @@ from attnbias.op import dispatch
 from .cases import tokens
 from .cases.catalog import cases_of
 from .gate import floors
-from .measure import layout_times, pair_costs, run, terminal
+from .measure import layout_times, pair_costs, recipe_times, run, terminal
 from .measure.race import scaling
 from .measure.record import exit_code, load, path_of, save
 from .report import page, tables
@@ -36,9 +36,10 @@ def print_scaling(names: Iterable[str], rounds: int) -> None:
     terminal.table(f"Wall time on 1 thread over {threads}", ["case", "pass", "ratio"], rows)
 
 
-def print_layouts(tokens: list[int], rounds: int, results: Path) -> None:
+def print_layouts(tokens: list[int], peer_tokens: int, rounds: int, results: Path) -> None:
     """Print the times of building layouts, and plot how they grow."""
     curves = layout_times.run(tokens, rounds)
+    recipe_times.run(peer_tokens, rounds)
     if find_spec("matplotlib"):
         from .report import plots
 
@@ -143,7 +144,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.what == "threads":
         print_scaling([name for name in tokens.CASES if args.case in name], rounds)
     if args.what == "layouts":
-        print_layouts([2**power for power in range(14, 21 if args.full else 18)], rounds, args.results)
+        tokens_of = [2**power for power in range(14, 21 if args.full else 18)]
+        print_layouts(tokens_of, recipe_times.peer_tokens(is_full=args.full), rounds, args.results)
     return 0
 
 

@@ -26,10 +26,11 @@ OVERVIEWS = (*PACKAGES, "csrc", "tests/cases")  # folders whose modules are name
 
 # Lowest first. A module imports from its own row and lower ones, in functions too; types are exempt.
 LAYERS = (
-    ("attnbias.arguments", "attnbias.native", "attnbias.kernels", "ptxemu"),
+    ("attnbias.arguments", "attnbias.native", "attnbias.kernels", "ptxemu", "recipe_pictures"),
     ("attnbias.sets",),
     ("attnbias.layouts",),
     ("attnbias.relations",),  # above layouts, since Relation.layout builds one
+    ("attnbias.recipes",),
     ("attnbias.scores",),
     ("attnbias.backends",),
     ("attnbias.op",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .recipe import registered_classes
@@ -11,12 +12,18 @@ from .relation import Relation
 
 _METHODS = {"shift", "permute", "each", "from_lengths", "from_cu_seqlens", "from_mask"}
 
+Functions = Mapping[str, Callable[..., Any]]
 
-def parse(text: str) -> Relation:
+
+def parse(text: str, functions: Functions | None = None) -> Relation:
     """Build the relation that an expression such as ``"Causal() & Window(before=3)"`` describes.
 
+    Args:
+        text: the expression.
+        functions: what it may call by name, such as recipes, which return relations or lists of them.
+
     Raises:
-        ValueError: if it is not made of relations, numbers, lists and ``& | ~ - .T``.
+        ValueError: if it is not made of relations, numbers, lists, these functions and ``& | ~ - .T``.
 
     Example:
         >>> parse("Causal() & Window(before=3)")
@@ -26,35 +33,83 @@ def parse(text: str) -> Relation:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"expression: {text!r} is not an expression: {error}") from None
-    result = _build(tree.body, text)
+    result = _Reader(text, functions or {}).build(tree.body)
+    if isinstance(result, list) and result and all(isinstance(each, Relation) for each in result):
+        raise ValueError(
+            f"expression: wanted one relation, got {len(result)} of them; the first is {text.strip()}[0]"
+        )
     if not isinstance(result, Relation):
         raise ValueError(f"expression: {text!r} is not a relation")
     return result
 
 
-def _build(node: ast.expr, text: str) -> Any:
-    match node:
-        case ast.Constant(value=bool() | int() | float() | str() | None):
-            return node.value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())):
-            return -_build(node.operand, text)
-        case ast.List(elts=parts) | ast.Tuple(elts=parts):
-            return [_build(part, text) for part in parts]
-        case ast.UnaryOp(op=ast.Invert()):
-            return ~_relation(node.operand, text)
-        case ast.BinOp(op=ast.BitAnd()):
-            return _relation(node.left, text) & _relation(node.right, text)
-        case ast.BinOp(op=ast.BitOr()):
-            return _relation(node.left, text) | _relation(node.right, text)
-        case ast.BinOp(op=ast.Sub()):
-            return _relation(node.left, text) - _relation(node.right, text)
-        case ast.Attribute(attr="T"):
-            return _relation(node.value, text).T
-        case ast.Call(func=function):
-            arguments = [_build(part, text) for part in node.args]
-            keywords = {word.arg or "**": _build(word.value, text) for word in node.keywords}
-            return _call(function, arguments, keywords, text)
-    raise ValueError(f"expression: {ast.unparse(node)!r} is not allowed in {text!r}")
+class _Reader:
+    """The text that is read, and the functions that it may call."""
+
+    def __init__(self, text: str, functions: Functions) -> None:
+        self.text, self.functions = text, functions
+
+    def build(self, node: ast.expr) -> Any:
+        """Return the relation, number or list that a part of the text describes."""
+        match node:
+            case ast.Constant(value=bool() | int() | float() | str() | None):
+                return node.value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())):
+                return -self.build(node.operand)
+            case ast.List(elts=parts) | ast.Tuple(elts=parts):
+                return [self.build(part) for part in parts]
+            case ast.UnaryOp(op=ast.Invert()):
+                return ~self.relation(node.operand)
+            case ast.BinOp(op=ast.BitAnd()):
+                return self.relation(node.left) & self.relation(node.right)
+            case ast.BinOp(op=ast.BitOr()):
+                return self.relation(node.left) | self.relation(node.right)
+            case ast.BinOp(op=ast.Sub()):
+                return self.relation(node.left) - self.relation(node.right)
+            case ast.Attribute(attr="T"):
+                return self.relation(node.value).T
+            case ast.Subscript(value=ast.Call(), slice=ast.Constant(value=int(place))):
+                return self._pick(node.value, place)
+            case ast.Call(func=function):
+                arguments = [self.build(part) for part in node.args]
+                keywords = {word.arg or "**": self.build(word.value) for word in node.keywords}
+                return self._call(function, arguments, keywords)
+        raise ValueError(f"expression: {ast.unparse(node)!r} is not allowed in {self.text!r}")
+
+    def relation(self, node: ast.expr) -> Relation:
+        """Return the relation that a part of the text describes."""
+        found = self.build(node)
+        if not isinstance(found, Relation):
+            raise ValueError(f"expression: {ast.unparse(node)!r} in {self.text!r} is not a relation")
+        return found
+
+    def _pick(self, node: ast.expr, place: int) -> Any:
+        found = self.build(node)
+        if not isinstance(found, list) or not 0 <= place < len(found):
+            size = len(found) if isinstance(found, list) else "no list"
+            raise ValueError(f"expression: wanted a list of more than {place} relations, got {size}")
+        return found[place]
+
+    def _call(self, function: ast.expr, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        classes = _classes()
+        match function:
+            case ast.Name(id="range"):
+                return list(range(*arguments))
+            case ast.Name(id=name) if name in classes or name in self.functions:
+                made: Any = classes.get(name) or self.functions[name]
+            case ast.Attribute(value=ast.Name(id=name), attr=method) if (
+                name in classes and method in _METHODS
+            ):
+                made = getattr(classes[name], method)
+            case ast.Attribute(value=inner, attr=method) if method in _METHODS:
+                made = getattr(self.relation(inner), method)
+            case _:
+                known = ", ".join(sorted((*classes, *self.functions)))
+                raise ValueError(f"expression: {ast.unparse(function)!r} is none of {known}")
+        try:
+            return made(*arguments, **keywords)
+        except TypeError as error:
+            raise ValueError(f"expression: {ast.unparse(function)}: {error}") from None
 
 
 def _classes() -> dict[str, type]:
@@ -65,29 +120,3 @@ def _classes() -> dict[str, type]:
         for cls in registered_classes()
         if exported.get(cls.__name__) is cls or not cls.__module__.startswith(__package__)
     }
-
-
-def _call(function: ast.expr, arguments: list[Any], keywords: dict[str, Any], text: str) -> Any:
-    classes = _classes()
-    match function:
-        case ast.Name(id="range"):
-            return list(range(*arguments))
-        case ast.Name(id=name) if name in classes:
-            made: Any = classes[name]
-        case ast.Attribute(value=ast.Name(id=name), attr=method) if name in classes and method in _METHODS:
-            made = getattr(classes[name], method)
-        case ast.Attribute(value=inner, attr=method) if method in _METHODS:
-            made = getattr(_relation(inner, text), method)
-        case _:
-            raise ValueError(f"expression: {ast.unparse(function)!r} is none of {', '.join(sorted(classes))}")
-    try:
-        return made(*arguments, **keywords)
-    except TypeError as error:
-        raise ValueError(f"expression: {ast.unparse(function)}: {error}") from None
-
-
-def _relation(node: ast.expr, text: str) -> Relation:
-    found = _build(node, text)
-    if not isinstance(found, Relation):
-        raise ValueError(f"expression: {ast.unparse(node)!r} in {text!r} is not a relation")
-    return found

@@ -8,6 +8,7 @@ sweep          speed against density and against length
 record         the results of a run, kept as JSON
 terminal       tables and progress on the terminal
 layout_times   ``attnbias bench layouts``: the time of building a layout
+recipe_times   ``attnbias bench layouts``: time and memory of building the layout of every recipe
 pair_costs     ``attnbias bench costs``: constants of the builder's choice between tiles and edges
 graph_memory   peak memory of a pass over a graph, in a process of its own
 =============  ================================================================================

@@ -43,12 +43,13 @@ def peak(case: GraphCase) -> int:
     steps(small.attend, small.inputs(), backward=True)()  # loads all code
     case.layout.validate()
     PEAK.write_text("5")  # resets the peak to what is in use now
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     step()
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
-def _resident(field: str) -> int:
+def resident(field: str) -> int:
+    """Return a size of this process, such as VmRSS, in bytes."""
     (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith(field))
     return 1024 * int(line.split()[1])
 
