@@ -8,7 +8,7 @@ explains why.
 """
 
 from . import recipes, testing
-from .attention import attention
+from .attention import attention, max_logit
 from .layouts import Layout, layout_cache
 from .op.dispatch import use_backend
 from .op.explain import explain
@@ -91,6 +91,7 @@ __all__ = [
     "knn_graph",
     "layout_cache",
     "linear_buckets",
+    "max_logit",
     "merge",
     "recipes",
     "t5_buckets",

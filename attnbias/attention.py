@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from .layouts.layout import Layout
     from .relations.relation import Relation
+    from .scores.additive import Score
+    from .scores.terms import Term
 
 
 @overload
@@ -29,6 +31,7 @@ def attention(
     relation: Relation | Layout | None = ...,
     *,
     return_lse: Literal[False] = ...,
+    return_max: Literal[False] = ...,
     backend: str | None = ...,
     **options: Unpack[Options],
 ) -> Tensor: ...
@@ -40,9 +43,34 @@ def attention(
     relation: Relation | Layout | None = ...,
     *,
     return_lse: Literal[True],
+    return_max: Literal[False] = ...,
     backend: str | None = ...,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    relation: Relation | Layout | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max: Literal[True],
+    backend: str | None = ...,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    relation: Relation | Layout | None = ...,
+    *,
+    return_lse: Literal[True],
+    return_max: Literal[True],
+    backend: str | None = ...,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention(
     query: Tensor,
     key: Tensor,
@@ -50,9 +78,10 @@ def attention(
     relation: Relation | Layout | None = None,
     *,
     return_lse: bool = False,
+    return_max: bool = False,
     backend: str | None = None,
     **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attend from each query to the keys that it is related to, and compute nothing else.
 
     It equals this PyTorch, without the [Q, K] scores in memory or the unrelated ones computed::
@@ -83,11 +112,14 @@ def attention(
             key, as in decoding with a cache.
         enable_gqa: False refuses fewer key heads than query heads; they are accepted otherwise.
         return_lse: return the logarithm of each row's softmax sum, too.
+        return_max: return the largest score of each row, too; it has no gradient.
         backend: run on this one, or raise with its reasons; None takes the first that can.
 
     Returns:
         out [B, H, Q, E] (or [H, Q, E]) in the query's dtype and stride order; with ``return_lse``
-        a pair of it and lse [B, H, Q], float32 (float64 for float64).
+        or ``return_max`` a tuple of it, lse and max, as wanted, [B, H, Q] each, float32 (float64
+        for float64). max is ``scores.amax(-1)``, -inf for a query without a key; the sink is no
+        score.
 
     Raises:
         TypeError: if an argument is of the wrong kind or dtype.
@@ -107,15 +139,78 @@ def attention(
     """
     if isinstance(query, Tensor) and is_autocast(query.device.type):
         query, key, value = _autocast(query, key, value)
-    problem = Problem(query, key, value, relation, return_lse=return_lse, **options)
+    problem = Problem(query, key, value, relation, return_lse=return_lse, return_max=return_max, **options)
     problem.draw_seed()
-    out, lse = attend(problem, dispatch.asked_for(backend))
+    out, lse, row_max = attend(problem, dispatch.asked_for(backend))
     if problem.squeeze:
-        out, lse = out.squeeze(0), lse if lse is None else lse.squeeze(0)
-    if return_lse:
-        assert lse is not None
-        return out, lse
-    return out
+        out = out.squeeze(0)
+    if not (return_lse or return_max):
+        return out
+    wanted = [x for x, want in ((lse, return_lse), (row_max, return_max)) if want and x is not None]
+    return out, *(x.squeeze(0) if problem.squeeze else x for x in wanted)
+
+
+def max_logit(
+    query: Tensor,
+    key: Tensor,
+    relation: Relation | Layout | None = None,
+    *,
+    terms: Sequence[Term] = (),
+    score: Score | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    q_start: int | Literal["end"] = 0,
+    backend: str | None = None,
+) -> Tensor:
+    """Return the largest score of each head, without a gradient: to monitor training, or for QK-clip.
+
+    It is the largest number that enters a softmax of ``attention`` with these arguments, over the batch, the
+    queries and their keys. To have it along with the result, use ``attention(..., return_max=True)``.
+
+    Args:
+        query: [B, H, Q, D] or [H, Q, D].
+        key: [B, Hk, K, D] or [Hk, K, D].
+        relation: as for ``attention``, as are the others.
+        terms: values added to the scores.
+        score: None for the dot product.
+        scale: factor of the score.
+        softcap: bound on the scores before the terms.
+        q_start: position of the first query among the keys.
+        backend: run on this one.
+
+    Returns:
+        [H], float32 (float64 for float64); -inf for a head without a related pair.
+
+    Raises:
+        TypeError: as ``attention`` does.
+        ValueError: as ``attention`` does.
+        NotImplementedError: if the named backend cannot run this.
+
+    Example:
+        >>> import torch
+        >>> import attnbias as ab
+        >>> q = k = torch.tensor([[[1.0], [2.0], [3.0]]])  # 1 head, 3 tokens, D = 1
+        >>> ab.max_logit(q, k, ab.Causal())
+        tensor([9.])
+        >>> clip = (5.0 / ab.max_logit(q, k, ab.Causal())).clamp(max=1).sqrt()  # for QK-clip at 5
+        >>> ab.max_logit(q * clip, k * clip, ab.Causal())
+        tensor([5.0000])
+    """
+    nothing = key.detach()[..., :1] if isinstance(key, Tensor) else key  # a value that no score depends on
+    with torch.no_grad():
+        _, row_max = attention(
+            *(query, key, nothing, relation),
+            return_max=True,
+            backend=backend,
+            terms=terms,
+            score=score,
+            scale=scale,
+            softcap=softcap,
+            q_start=q_start,
+        )
+        by_head = row_max.movedim(-2, 0).flatten(1)  # [H, B * Q]
+        # One more: there may be none.
+        return torch.nn.functional.pad(by_head, (0, 1), value=-torch.inf).amax(1)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

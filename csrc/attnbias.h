@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 // Grows with every change of a struct or function below; the caller compares it when it loads the library.
-#define AB_ABI_VERSION 5
+#define AB_ABI_VERSION 6
 
 enum ab_dtype { AB_FLOAT32 = 0, AB_BFLOAT16 = 1, AB_FLOAT16 = 2 };
 
@@ -75,6 +75,7 @@ typedef struct ab_call {
   ab_tensor dq, dk, dv;  // backward only; data NULL = not wanted
   float *lse;            // [B, H, Q], dense, natural logarithm; written by forward, read by backward
   const float *dlse;     // [B, H, Q], dense; NULL = 0
+  float *row_max;  // [B, H, Q], dense: the largest score of each row, written by forward; NULL = not wanted
   float scale, softcap;  // softcap 0 = off
   int32_t threads;       // at most; results do not depend on it
 

@@ -83,4 +83,9 @@ AB_INLINE float log_of(float top, float total) {
   return total == 0 ? -INFINITY : (float)((double)top * 0.69314718055994530942 + (double)logf(total));
 }
 
+// The largest score of a row whose maximum is `top` in units of log 2; -inf for a row without keys.
+AB_INLINE float max_of(float top, float total) {
+  return total == 0 ? -INFINITY : (float)((double)top * 0.69314718055994530942);
+}
+
 }  // namespace AB_ISA

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..scores.additive import AdditiveScore
@@ -86,6 +87,12 @@ def parts_needed(needs: Needs) -> tuple[str, ...]:
     return tuple(name for name, need in zip(PARTS, needs[FIRST_PART:], strict=True) if need)
 
 
+def empty_row_numbers(query: Tensor) -> Tensor:
+    """Return room for a number of each row, [B, H, Q], in the precision of scores."""
+    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return query.new_empty(query.shape[:3], dtype=precision)
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One call of a backend in the op."""
@@ -98,6 +105,7 @@ class Call:
     score: Score | None = None  # None = the dot product; the weight of an AdditiveScore is in the inputs
     seed: Tensor | None = None  # int64 [1], with dropout
     codes: Sequence[Tensor] = ()  # of queries [Q] and keys [K] on a grid, int32
+    row_max: Tensor | None = None  # [B, H, Q], dense: forward writes the largest scores; None = not wanted
 
     @property
     def query(self) -> Tensor:

@@ -62,6 +62,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     for tile in _tiles(call):
         scores, often, _ = _scores(call, tile)
         probs, _, lse[tile.queries] = _softmax(call, tile, scores, often)
+        if call.row_max is not None:
+            # One more score of -inf: there may be none.
+            call.row_max[tile.queries] = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf).amax(-1)
         values = value[tile.columns(share)].to(lse.dtype)  # [n, m, E]
         out[tile.queries] = (probs * _keep(call, tile) @ values).to(out.dtype)
     return out, lse

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.call import Call, Inputs, parts_of
+from ..backends.call import Call, Inputs, empty_row_numbers, parts_of
 from ..layouts.layout import Layout
 from ..relations.recipe import restore
 from ..scores.additive import AdditiveScore
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SCHEMA = (  # extras are the other Inputs, or nothing if all are None
     "Tensor query, Tensor key, Tensor value, Tensor?[] extras, "
     "Tensor[] codes, Tensor? seed, Tensor[] layout, SymInt q_start, float scale, float softcap, "
-    "float dropout_p, str score, str relation, str backend"
+    "float dropout_p, str score, str relation, str backend, bool return_max"
 )
 # How operations are dispatched outside of an op.
 _ORDINARY = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
@@ -48,6 +48,7 @@ class Rest(NamedTuple):
     score: str  # "" = the dot product
     relation: str  # the text of a recipe; "" = a layout is given
     backend: str  # "" = choose when the op runs
+    return_max: bool
 
 
 def encode(problem: Problem, codes: list[Tensor], backend: str | None) -> Rest:
@@ -79,6 +80,7 @@ def encode(problem: Problem, codes: list[Tensor], backend: str | None) -> Rest:
         write_score(problem.score),
         relation,
         backend or "",
+        problem.return_max,
     )
 
 
@@ -87,7 +89,7 @@ def encode_call(call: Call, backend: str) -> Rest:
     layout = [call.layout.buffer, call.layout.where]
     score = write_score(call.score)
     numbers = (call.layout.q_start, call.scale, call.softcap, call.dropout_p)
-    return Rest(list(call.codes), call.seed, layout, *numbers, score, "", backend)
+    return Rest(list(call.codes), call.seed, layout, *numbers, score, "", backend, call.row_max is not None)
 
 
 def join(inputs: Sequence[Tensor | None], rest: Rest) -> tuple[Any, ...]:
@@ -126,7 +128,8 @@ def decode(inputs: Inputs, rest: Rest) -> tuple[Call, InOp]:
         layout = layout_for(problem)
     backend = dispatch.choose(problem, rest.backend or None, dispatch.IN_OP)
     numbers = (rest.scale, rest.softcap, rest.dropout_p)
-    return Call(inputs, layout, *numbers, score, rest.seed, rest.codes), dispatch.IN_OP[backend]
+    row_max = empty_row_numbers(inputs.query) if rest.return_max else None
+    return Call(inputs, layout, *numbers, score, rest.seed, rest.codes, row_max), dispatch.IN_OP[backend]
 
 
 def write_score(score: Score | None) -> str:

@@ -42,7 +42,7 @@ class InOp(Backend, Protocol):
     """A backend inside the op, with its own backward."""
 
     def forward(self, call: Call, /) -> tuple[Tensor, Tensor]:
-        """Compute out [B, H, Q, E] in the query's stride order, and lse [B, H, Q]."""
+        """Compute out [B, H, Q, E] in the query's stride order, lse [B, H, Q], and a wanted ``row_max``."""
 
     def backward(
         self,

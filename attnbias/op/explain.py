@@ -49,6 +49,7 @@ def explain(
     relation: Relation | Layout | None = None,
     *,
     return_lse: bool = False,
+    return_max: bool = False,
     backend: str | None = None,
     **options: Unpack[Options],
 ) -> Explanation:
@@ -74,7 +75,7 @@ def explain(
         pairs   32896 needed, ... executed (...x)
         layout  ... bytes, 1 patterns
     """
-    problem = Problem(query, key, value, relation, return_lse=return_lse, **options)
+    problem = Problem(query, key, value, relation, return_lse=return_lse, return_max=return_max, **options)
     name = dispatch.asked_for(backend)
     chosen = dispatch.choose(problem, name)
     others = {other: _why_not(problem, other, chosen) for other in dispatch.BACKENDS if other != chosen}

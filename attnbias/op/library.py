@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..backends.call import Call, Grads, Inputs, Needs
+from ..backends.call import Call, Grads, Inputs, Needs, empty_row_numbers
 from ..backends.strides import empty_like_query
 from ..layouts.layout import Layout
 from . import dispatch
 from .codec import SCHEMA, Rest, decode, encode_call, join, split
 
 _library = torch.library.Library("attnbias", "DEF")
-_library.define(f"forward({SCHEMA}) -> (Tensor out, Tensor lse)")
+_library.define(f"forward({SCHEMA}) -> (Tensor out, Tensor lse, Tensor row_max)")
 _library.define(
     f"backward({SCHEMA}, Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, bool[] needs) "
     "-> Tensor[]"
@@ -32,14 +32,14 @@ _INPUTS = len(Inputs._fields)
 _NOTHING = nullcontext()
 
 
-def run_eager(call: Call, name: str) -> tuple[Tensor, Tensor]:
-    """Run a call on the named backend, differentiably."""
+def run_eager(call: Call, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run a call on the named backend, differentiably; return out, lse and, where it is wanted, row_max."""
     if _is_watched():
-        out, lse = forward_op(*join(call.inputs, encode_call(call, name)))
-        return out, lse
+        out, lse, row_max = forward_op(*join(call.inputs, encode_call(call, name)))
+        return out, lse, None if call.row_max is None else row_max
     if _needs_grad(call.inputs):
         return _Eager.apply(call, name, *call.inputs)  # type: ignore[no-untyped-call, no-any-return]
-    return _forward(call, dispatch.IN_OP[name])
+    return *_forward(call, dispatch.IN_OP[name]), call.row_max
 
 
 def _forward(call: Call, backend: dispatch.InOp) -> tuple[Tensor, Tensor]:
@@ -66,17 +66,23 @@ class _Eager(torch.autograd.Function):
     """A call on a backend, and its derivative."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, name: str, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, call: Call, name: str, *inputs: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute, and save what the derivative reads; ``inputs`` are the call's, for autograd to see."""
         out, lse = _forward(call, dispatch.IN_OP[name])
         layout = call.layout
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, out, lse, call.seed, layout.buffer, layout.where, *call.codes)
         ctx.rest = (name, call.scale, call.softcap, call.dropout_p, call.score)
-        return out, lse
+        if call.row_max is not None:
+            ctx.mark_non_differentiable(call.row_max)
+        return out, lse, call.row_max
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
         """Compute the gradients that are needed and no others."""
         saved = ctx.saved_tensors
         out, lse, seed, buffer, where, *codes = saved[_INPUTS:]
@@ -98,17 +104,20 @@ class _Traced(torch.autograd.Function):
     """The forward op, with the backward op as its derivative."""
 
     @staticmethod
-    def forward(ctx: Any, rest: Rest, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, rest: Rest, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute, and save what the derivative reads."""
-        out, lse = _below_autograd(forward_op, _forward_real, join(inputs, rest))
+        out, lse, row_max = _below_autograd(forward_op, _forward_real, join(inputs, rest))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, out, lse, rest.seed, *rest.codes, *rest.layout)
-        ctx.rest = rest._replace(seed=None, codes=[], layout=[])
+        ctx.rest = rest._replace(seed=None, codes=[], layout=[], return_max=False)
         ctx.codes = len(rest.codes)
-        return out, lse
+        ctx.mark_non_differentiable(row_max)
+        return out, lse, row_max
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
         """Compute the gradients that are needed and no others."""
         saved = ctx.saved_tensors
         out, lse, seed, *more = saved[_INPUTS:]
@@ -188,8 +197,11 @@ def _below_autograd(op: Callable[..., Any], real: Callable[..., Any], arguments:
         return op(*arguments)
 
 
-def _forward_real(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return _forward(*decode(*split(arguments)))
+def _forward_real(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call, backend = decode(*split(arguments))
+    out, lse = _forward(call, backend)
+    # An op returns as many tensors in every call.
+    return out, lse, lse.new_empty(0) if call.row_max is None else call.row_max
 
 
 def _backward_real(*arguments: Any) -> list[Tensor]:
@@ -202,10 +214,13 @@ def _needed(grads: Grads, needs: Sequence[bool]) -> list[Any]:
     return [grad for grad, need in zip(grads, needs, strict=True) if need]
 
 
-def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
-    lse = query.new_empty(query.shape[:3], dtype=precision)
-    return empty_like_query(query, value.shape[3]), lse
+def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lse = empty_row_numbers(query)
+    return (
+        empty_like_query(query, value.shape[3]),
+        lse,
+        empty_row_numbers(query) if rest[-1] else lse.new_empty(0),
+    )
 
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:

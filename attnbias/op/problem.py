@@ -76,6 +76,7 @@ class Problem:
         q_start: position of the first query among the keys, or "end" (= K - Q).
         enable_gqa: False refuses fewer key heads than query heads.
         return_lse: whether the caller wants the lse.
+        return_max: whether the caller wants the largest score of each row.
 
     Raises:
         TypeError: for an argument of the wrong kind.
@@ -91,6 +92,7 @@ class Problem:
         "query",
         "relation",
         "return_lse",
+        "return_max",
         "scale",
         "score",
         "seed",
@@ -115,6 +117,7 @@ class Problem:
     dropout_p: float
     q_start: int
     return_lse: bool
+    return_max: bool
     seed: Tensor | None  # int64 [1]: set by draw_seed
 
     def __init__(
@@ -125,6 +128,7 @@ class Problem:
         relation: Relation | Layout | None = None,
         *,
         return_lse: bool = False,
+        return_max: bool = False,
         **options: Unpack[Options],
     ) -> None:
         given: Options = {**DEFAULTS, **options} if options else DEFAULTS
@@ -144,6 +148,7 @@ class Problem:
         self.terms = _check_terms(given["terms"])
         self.q_start = _resolve(given["q_start"], query, key)
         self.return_lse = as_flag("return_lse", return_lse)
+        self.return_max = as_flag("return_max", return_max)
         self.seed = self.relation = self.layout = None
         if relation is None:
             self.relation = _FULL

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ..backends.call import Call, Inputs
+from ..backends import reference
+from ..backends.call import Call, Inputs, empty_row_numbers
 from ..scores.additive import AdditiveScore
 from ..scores.terms import PARTS, make_parts
 from . import dispatch
@@ -15,20 +16,33 @@ from .library import forward_op, is_traced, refuse_transformed, run_eager
 from .problem import Problem, layout_for
 
 
-def attend(problem: Problem, name: str | None) -> tuple[Tensor, Tensor | None]:
-    """Run a problem on the named backend, or on the first that can."""
+def attend(problem: Problem, name: str | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Run a problem on the named backend, or on the first that can.
+
+    Returns:
+        out [B, H, Q, E]; lse [B, H, Q], unless the backend has none; and the largest score of each row,
+        [B, H, Q], if the problem wants it.
+    """
     if is_traced(problem.query):
         in_place = dispatch.choose_traced(problem, name)
         if in_place is not None:
-            return in_place.attend(problem)
+            return _attend_in_place(in_place, problem)
         inputs, codes = _make_inputs(problem)
-        out, lse = forward_op(*join(inputs, encode(problem, codes, name)))
-        return out, lse
+        out, lse, row_max = forward_op(*join(inputs, encode(problem, codes, name)))
+        return out, lse, row_max if problem.return_max else None
     name = dispatch.choose(problem, name)
     if name in dispatch.IN_PLACE:
-        return dispatch.IN_PLACE[name].attend(problem)
+        return _attend_in_place(dispatch.IN_PLACE[name], problem)
     refuse_transformed(_given(problem))
     return run_eager(_make_call(problem), name)
+
+
+def _attend_in_place(
+    backend: dispatch.InPlace, problem: Problem
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    # No other backend in place takes return_max.
+    row_max = reference.row_max(problem) if problem.return_max else None
+    return *backend.attend(problem), row_max
 
 
 def _given(problem: Problem) -> Iterator[object]:
@@ -45,7 +59,8 @@ def _make_call(problem: Problem) -> Call:
     if isinstance(score, AdditiveScore):
         score = AdditiveScore(negative_slope=score.negative_slope)  # its weight is among the inputs
     numbers = (problem.scale, problem.softcap, problem.dropout_p)
-    return Call(inputs, layout_for(problem), *numbers, score, problem.seed, codes)
+    row_max = empty_row_numbers(problem.query) if problem.return_max else None
+    return Call(inputs, layout_for(problem), *numbers, score, problem.seed, codes, row_max)
 
 
 def _make_inputs(problem: Problem) -> tuple[Inputs, list[Tensor]]:

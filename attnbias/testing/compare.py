@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..backends import reference
 from ..relations import Relation
-from .textbook import Leaves, eager
+from .textbook import Leaves, eager, leaves_of, with_leaves
 from .tolerance import assert_no_worse, magnitudes
 
-Result = tuple[Tensor, Tensor | None]  # out [B, H, Q, E] and, if there is one, lse [B, H, Q]
+if TYPE_CHECKING:
+    from ..op.problem import Problem
+
+# out [B, H, Q, E] and, if there is one, lse [B, H, Q]; nothing is done with more
+Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor | None]
 Inputs = tuple[Tensor, Tensor, Tensor]  # query [B, H, Q, D], key [B, Hk, K, D], value [B, Hk, K, E]
 
 STRIP_ELEMENTS = 2**24  # scores that the textbook keeps in memory: longer problems go strip by strip of rows
@@ -130,11 +135,24 @@ def _judge(name: str, got: Tensor, eager: Tensor, exact: Tensor, magnitude: floa
 
     fault = ""
     try:
-        factor = 2.0 if name in ("out", "lse") else 3.0
+        factor = 2.0 if name in ("out", "lse", "max") else 3.0
         assert_no_worse(name, got, eager, exact, factor, magnitude=magnitude)
     except AssertionError as error:
         fault = str(error)
     return Comparison(distance(got), distance(eager), distance(torch.zeros_like(exact)), fault)
+
+
+def compare_max(problem: Problem, got: Tensor, magnitude: float) -> Comparison:
+    """Compare the largest score of each row, [B, H, Q], with the reference in float64.
+
+    Args:
+        problem: what was computed.
+        got: the result to judge.
+        magnitude: size of the scores (see ``magnitudes``: that of lse).
+    """
+    wide = {name: x.detach().double() for name, x in leaves_of(problem).items()}
+    same, exact = (reference.row_max(x) for x in (problem, with_leaves(problem, wide)))
+    return _judge("max", got.to(exact.device), same, exact, magnitude)
 
 
 def faults_of(results: dict[str, Comparison]) -> list[str]:

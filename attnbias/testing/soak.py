@@ -13,7 +13,7 @@ from ..attention import attention
 from ..op.problem import Problem
 from ..scores.additive import AdditiveScore
 from ..scores.terms import ALiBi
-from .compare import Result, compare, faults_of
+from .compare import Result, compare, compare_max, faults_of
 from .draw import Drawn, draw_problem
 from .textbook import Leaves, attend_rows, count_pairs, leaves_of, with_leaves
 from .tolerance import magnitudes
@@ -56,13 +56,13 @@ def find_faults(drawn: Drawn, backend: str | None = None, device: torch.device |
         torch.manual_seed(drawn.seed)
         problem.seed = torch.randint(0, 2**63 - 1, (1,), device=device).cpu()
 
-    def attend(leaves: Leaves) -> Result:
+    def attend(leaves: Leaves, **more: bool) -> Result:
         torch.manual_seed(drawn.seed)
         mine = with_leaves(problem, leaves)
         changed = {"terms": mine.terms, "score": mine.score, "sink": mine.sink}
         options: dict[str, Any] = drawn.options | changed
         inputs = mine.query, mine.key, mine.value
-        return attention(*inputs, relation, return_lse=True, backend=backend, **options)
+        return attention(*inputs, relation, return_lse=True, backend=backend, **options, **more)  # type: ignore[call-overload, no-any-return]
 
     results = compare(
         attend,
@@ -72,6 +72,13 @@ def find_faults(drawn: Drawn, backend: str | None = None, device: torch.device |
         seed=drawn.seed,
         device=device,
     )
+    # In a call of its own, because kernels without it are others.
+    there = {name: x.detach().to(device) for name, x in leaves_of(problem).items()}
+    none = torch.zeros(0)
+    size = _sizes(problem, none, none, none)["lse"]
+    row_max = attend(there, return_max=True)[-1]
+    assert row_max is not None
+    results["max"] = compare_max(problem, row_max.cpu(), size)
     return faults_of(results)
 
 

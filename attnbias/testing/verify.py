@@ -12,7 +12,7 @@ from ..op import dispatch
 from ..op.problem import Problem
 from ..op.run import attend
 from ..scores.multilevel import MultiLevel
-from .compare import Comparison, compare
+from .compare import Comparison, compare, compare_max
 from .textbook import attend_rows, leaves_of, with_leaves
 from .tolerance import magnitudes
 
@@ -31,7 +31,7 @@ class Verification:
     """The errors of a call of ``attention`` on given tensors; print it to read it."""
 
     backend: str
-    results: dict[str, Comparison]  # by name: out, lse, query, key, value, sink
+    results: dict[str, Comparison]  # by name: out, lse, query, key, value, sink, max
 
     @property
     def ok(self) -> bool:
@@ -54,6 +54,7 @@ def verify(
     relation: Relation | Layout | None = None,
     *,
     return_lse: bool = False,
+    return_max: bool = False,
     backend: str | None = None,
     **options: Unpack[Options],
 ) -> Verification:
@@ -70,18 +71,26 @@ def verify(
         >>> ab.verify(q, k, v, ab.Causal()).ok
         True
     """
-    problem = Problem(query, key, value, relation, return_lse=return_lse, **options)
+    problem = Problem(query, key, value, relation, return_lse=return_lse, return_max=return_max, **options)
     problem.draw_seed()
     name = dispatch.choose(problem, dispatch.asked_for(backend))
     score, scale = problem.score, problem.scale
     if isinstance(score, MultiLevel):
         scale /= min(score.ranks)
+
+    def sizes(d_out: Tensor, d_lse: Tensor, out: Tensor | None = None) -> dict[str, float]:
+        inputs = problem.query, problem.key, problem.value
+        return magnitudes(*inputs, d_out, d_lse, scale, problem.dropout_p)
+
     results = compare(
         lambda leaves: attend(with_leaves(problem, leaves), name),
         partial(attend_rows, problem),
         {what: x for what, x in leaves_of(problem).items() if what in COMPARED},
-        lambda d_out, d_lse, out: magnitudes(
-            problem.query, problem.key, problem.value, d_out, d_lse, scale, problem.dropout_p
-        ),
+        sizes,
     )
+    if return_max:
+        row_max = attend(problem, name)[2]
+        assert row_max is not None
+        none = problem.query.new_zeros(0)
+        results["max"] = compare_max(problem, row_max, sizes(none, none)["lse"])
     return Verification(name, results)

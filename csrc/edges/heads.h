@@ -288,6 +288,17 @@ AB_APART void head_weights(float *s, int64_t n, bool fresh, float *m, float *l, 
   store_lanes(before, alpha);
 }
 
+// Write the largest score of row i for L heads, from scores s [n, L].
+template <int L, class T>
+static void put_head_maxima(const Single<T> &a, int64_t i, const float *s, int64_t n) {
+  for (int h = 0; h < L; h++) {
+    float *const to = a.row_max + h * a.call.Q + i;
+    float top = a.lse_before ? *to : -INFINITY;
+    for (int64_t j = 0; j < n; j++) top = fmaxf(top, s[j * L + h]);
+    *to = top;
+  }
+}
+
 // As Single::forward_rows and backward_rows.
 template <int L, class T>
 static void forward_rows(const Single<T> &a, int64_t row, int64_t end, const int32_t *ptr) {
@@ -312,6 +323,7 @@ static void forward_rows(const Single<T> &a, int64_t row, int64_t end, const int
     a.scores(s, nullptr, count);
     each_row<L>(row, end, ptr, [&](int64_t i, int64_t n, int64_t at) AB_LAMBDA {
       add_head_bias<L>(a, s + at, ptr[i], n);
+      if (a.row_max) put_head_maxima<L>(a, i, s + at, n);
       head_weights<L>(s + at, n, fresh, m[i - row], l[i - row], alpha[i - row]);
       drop_heads<L>(a, i, edge_key + ptr[i], n, s + at);
     });

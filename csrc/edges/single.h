@@ -8,10 +8,12 @@
 namespace AB_ISA::edges {
 
 // A softmax under way: the largest score, the sum of exp(score - m), and that of exp(score - m) * value.
-// `from` is where that lies, NULL for 0.
+// `from` is where that lies, NULL for 0. It may start at a sink or an lse; `top` is of scores only, and
+// followed only where it is wanted.
 struct Softmax {
   float m, l;
   const float *from;
+  float top = -INFINITY;
 };
 
 // A sum of rows under way, which lies at `from` so far, NULL for 0, and goes to `to`, NULL for not wanted.
@@ -48,7 +50,7 @@ struct Single {
   const ab_call &call;
   const ab_layout &layout;
   const float *lse_before = nullptr;
-  float *lse;
+  float *lse, *row_max;
   const float *dlse;  // NULL is 0, as below
   const float *bias;
   float *dbias;
@@ -71,6 +73,7 @@ struct Single {
     dv = rows_of<T>(call.dv, b, hk, E);
     const int64_t lse_at = (b * call.H + h) * call.Q, bias_at = b * call.bias_batch + h * call.bias_head;
     lse = call.lse + lse_at;
+    row_max = call.row_max ? call.row_max + lse_at : nullptr;
     dlse = call.dlse ? call.dlse + lse_at : nullptr;
     bias = call.edge_bias ? call.edge_bias + bias_at : nullptr;
     dbias = call.dedge_bias ? call.dedge_bias + bias_at : nullptr;
@@ -175,6 +178,7 @@ struct Single {
       dots(x, k, key, n, s);
       scores(s, nullptr, n);
       add_bias(s, first, nullptr, n);
+      if (row_max) state.top = largest_of(s, n, state.top);
       const float alpha = weights(s, n, state);
       drop(nullptr, key, i, n, s);
       gather(s, v, key, n, alpha, state.from, y);
@@ -189,6 +193,11 @@ struct Single {
     return {lse_before[i], 1.0f, out_before[i]};
   }
 
+  // Write the largest score of row i, where it is wanted; `top` is that of its edges.
+  void put_max(int64_t i, float top) const {
+    if (row_max) row_max[i] = lse_before ? fmaxf(row_max[i], top) : top;
+  }
+
   // A row of more than CHUNK edges.
   void forward_row(int64_t i, int64_t first, int64_t last) const {
     Softmax state = start(i);
@@ -196,6 +205,7 @@ struct Single {
     attend(i, first, last, state, y.at);
     scale_row(inverse_or_0(state.l), y.at, out.size, y.at);
     lse[i] = lse_of(state.m, state.l);
+    put_max(i, state.top);
   }
 
   // As drop, numbers of all edges of the rows [row, end).
@@ -226,6 +236,7 @@ struct Single {
     for (int64_t i = row; i < end; i++) {
       const int64_t at = ptr[i] - first, n = ptr[i + 1] - ptr[i];
       m[i - row] = largest_of(s + at, n, start(i).m);
+      if (row_max) put_max(i, largest_of(s + at, n, -INFINITY));
       spread(finite_or_0(m[i - row]), n, of_row + at);
     }
     for (int64_t j = 0; j < total; j += VL) store(s + j, exp_of(load(s + j) - load(of_row + j)));
@@ -275,6 +286,10 @@ struct Single {
       for (int64_t c = 0; c < E; c++) y.at[c] += alpha * pieces[p * stride + c];
     }
     lse[i] = lse_of(m, l);
+    if (!row_max) return;
+    float top = -INFINITY;
+    for (int64_t p = 0; p < count; p++) top = fmaxf(top, pieces[p * stride + E]);
+    put_max(i, top);
   }
 
   // Write lse and dO . out - dlse, which is subtracted from dO . v. Both are 0 for an empty row, whose lse

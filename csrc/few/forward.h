@@ -86,7 +86,7 @@ static void add_chunk(const ab_call &call, const Item &item, int64_t heads, floa
   }
 }
 
-// Merge the parts of one query, in order, and write out and lse.
+// Merge the parts of one query, in order, and write out, lse and the largest score.
 static void merge_chunks(const ab_call &call, int64_t b, int64_t h, int64_t i, float *states) {
   State all(call, states);
   for (int64_t c = 1; c < chunks_of(call); c++) {
@@ -98,6 +98,8 @@ static void merge_chunks(const ab_call &call, int64_t b, int64_t h, int64_t i, f
     for (int64_t e = 0; e < call.E; e += VL)
       store(all.out + e, load(all.out + e) * keep + load(part.out + e) * add);
   }
+  const int64_t at = (b * call.H + h) * call.Q + i;
+  if (call.row_max) call.row_max[at] = max_of(*all.top, *all.total);
   F keep = splat(call.drop_below ? call.kept_share : 1.0f);
   if (call.sink) {
     F top = splat(*all.top), total = splat(*all.total);
@@ -108,7 +110,7 @@ static void merge_chunks(const ab_call &call, int64_t b, int64_t h, int64_t i, f
   const F share = splat(*all.total == 0 ? 0 : keep[0] / *all.total);
   for (int64_t e = 0; e < call.E; e += VL) store(all.out + e, load(all.out + e) * share);
   write_rows(call.out, b, h, i, 1, call.E, all.out, call.E);
-  call.lse[(b * call.H + h) * call.Q + i] = log_of(*all.top, *all.total);
+  call.lse[at] = log_of(*all.top, *all.total);
 }
 
 AB_INLINE int64_t forward_scratch_bytes(const ab_call &call) {

@@ -248,11 +248,14 @@ static void add_block(const ab_call &call, const Score &score, const ForwardBuff
   }
 }
 
-// Divide by the sums and write out and lse.
+// Divide by the sums and write out, lse and the largest scores.
 static void finish_panel(const ab_call &call, const Panel &panel, float *rows) {
   alignas(64) float share[LANES];
   const int64_t b = panel.b, h = panel.h, first = panel.first, n = panel.count;
-  float *lse = call.lse + (b * call.H + h) * call.Q + first;
+  const int64_t at = (b * call.H + h) * call.Q + first;
+  float *lse = call.lse + at;
+  if (call.row_max)
+    for (int64_t i = 0; i < n; i++) call.row_max[at + i] = max_of(panel.top[i], panel.total[i]);
   for (int64_t i = 0; i < LANES; i++) share[i] = call.drop_below ? call.kept_share : 1;
   if (call.sink) {
     for (int64_t c = 0; c < LANES; c += VL) {

@@ -39,6 +39,7 @@ from .tile import (
     rows_at,
     score,
     store_columns,
+    store_max,
     store_rows,
 )
 
@@ -50,6 +51,7 @@ def edge_forward(
     v,
     out,
     lse,
+    row_max,
     sink,
     additive,
     bias,
@@ -71,7 +73,8 @@ def edge_forward(
 ):
     """out = sum_e p_e v_e and lse = log sum_e exp(s_e) of each item, by an online softmax.
 
-    Whole rows go on from the start of out and lse, if given; pieces of a row are left in their part.
+    Whole rows go on from the start of out and lse, if given; pieces of a row are left in their part. row_max,
+    if it is wanted, gets the largest score: that of the start's keys stands in its rows.
     """
     D: tl.constexpr = SHAPE.D
     D_PAD: tl.constexpr = SHAPE.D_PAD
@@ -79,7 +82,7 @@ def edge_forward(
     E_PAD: tl.constexpr = SHAPE.E_PAD
     place = locate(items, item_count, first_cell, cell_heads, SHAPE)
     is_row = place.exists & (place.slot < 0)
-    to = out.rows  # before the loop: Triton 3.6 loses constants two records deep in one
+    to, to_max = out.rows, row_max.rows  # before the loop: Triton 3.6 loses constants two records deep in one
     kept = load_query(q, place, additive, factors, SHAPE, ALIGN)  # [L, H, D]
     weight = None if additive is None else load_weight(additive, place.h, D, D_PAD)
     keys = heads_at(k, place.b, place.h // heads_per_key, ALIGN)
@@ -88,6 +91,7 @@ def edge_forward(
     drop = None if seed is None else (tl.load(seed), drop_above, q_start, regrow)
 
     m = tl.full([SHAPE.LANES, SHAPE.HEADS], -float("inf"), tl.float32)
+    highest = m
     total = tl.full([SHAPE.LANES, SHAPE.HEADS], 0.0, tl.float32)
     acc = tl.full([SHAPE.LANES, SHAPE.HEADS, E_PAD], 0.0, tl.float32)
     to_lse = rows_at(lse.rows, place)  # [L, H]
@@ -115,6 +119,8 @@ def edge_forward(
         if bias.ptr is not None:
             s += load_bias(bias, biases, number)
         s = tl.where(is_edge[:, :, None], s, -float("inf"))
+        if row_max.part is not None:  # m may start at an lse, which is no score
+            highest = tl.maximum(highest, tl.max(s, 0))
         top = tl.maximum(m, tl.max(s, 0))
         safe = tl.where(top == -float("inf"), 0.0, top)
         p = tl.math.exp2(s - safe[None])
@@ -130,11 +136,15 @@ def edge_forward(
     acc, lse2 = finish(m, total, acc, sink, place.h, is_row)
     store_rows(to, place, acc, is_row, E, E_PAD, ALIGN)
     tl.store(to_lse, lse2 * LN2, mask=is_row[:, None] & (place.h >= 0))
+    if row_max.part is not None:
+        store_max(to_max, out.start, place, highest, is_row)
     if tl.max(place.slot, 0) >= 0:  # in few programs, the first ones
         is_piece = place.exists & (place.slot >= 0)
         line = lines_of_pieces(slots, place.slot, place, SHAPE)
         store_columns(columns_of(out.part, line, E, E_PAD), acc, is_piece, E, E_PAD)
         tl.store(lse.part + line, lse2, mask=is_piece[:, None] & (line >= 0))
+        if row_max.part is not None:
+            tl.store(row_max.part + line, highest, mask=is_piece[:, None] & (line >= 0))
 
 
 def edges_forward(
@@ -148,6 +158,7 @@ def edges_forward(
     *,
     sink: Tensor | None = None,
     start: tuple[Tensor, Tensor] | None = None,
+    row_max: Tensor | None = None,
 ) -> None:
     """Attend over the edges, into ``out`` and ``lse``. The last dimension of every tensor is dense.
 
@@ -161,13 +172,16 @@ def edges_forward(
         how: how edges are scored.
         sink: one more logit per head, without a value, float32 [H].
         start: (out, lse) of other keys to go on from, both float32; they may be the tensors that are written.
+        row_max: float32 [B, H, Q], written: the largest score of each row; with a start it holds those of the
+            other keys. None = not wanted.
     """
     launch = Launch.of(lists, lists.by_query, query, value)
     out_start, lse_start = start if start is not None else (None, None)
     align = alignment(query, key, value, out)
     to, to_lse = launch.result(out, out_start, align), launch.result(lse, lse_start)
+    to_max = launch.result(row_max, None)
     shape = launch.shape
-    is_plain = how.is_plain and start is None and shape[:2] == shape[2:4]
+    is_plain = how.is_plain and start is None and row_max is None and shape[:2] == shape[2:4]
     most = {"maxnreg": registers(shape, query.dtype)} if is_plain else {}
     launch.run(
         edge_forward,
@@ -176,10 +190,11 @@ def edges_forward(
         v=strided(value, align),
         out=to,
         lse=to_lse,
+        row_max=to_max,
         sink=sink,
         heads_per_key=query.shape[1] // key.shape[1],
         ALIGN=align,
         **how.arguments(lists),
         **most,
     )
-    launch.merge(to, align, to_lse, sink)
+    launch.merge(to, align, to_lse, sink, to_max)

@@ -24,6 +24,7 @@ from .tile import (
     load_start,
     locate,
     rows_at,
+    store_max,
     store_rows,
 )
 
@@ -39,6 +40,7 @@ NO_TENSOR = Strided._make((None,) * 4)
 def edge_merge(
     out,
     lse,
+    row_max,
     sink,
     items,
     item_count,
@@ -52,10 +54,12 @@ def edge_merge(
     SIZE: tl.constexpr = SHAPE.D
     PADDED: tl.constexpr = SHAPE.D_PAD
     place = locate(items, item_count, first_cell, cell_heads, SHAPE)
-    to, to_lse = out.rows, lse.rows  # before the loop: Triton 3.6 loses constants two records deep in one
+    # Before the loop: Triton 3.6 loses constants two records deep in one.
+    to, to_lse, to_max = out.rows, lse.rows, row_max.rows
     acc = tl.full([1, SHAPE.HEADS, PADDED], 0.0, tl.float32)
     m = tl.full([1, SHAPE.HEADS], -float("inf"), tl.float32)
     total = tl.full([1, SHAPE.HEADS], 0.0, tl.float32)
+    highest = m
     if out.start.ptr is not None:
         if lse.part is not None:
             m, total, acc = load_start(out, lse, place, place.exists, SIZE, PADDED)
@@ -70,6 +74,9 @@ def edge_merge(
         x = load_columns(columns_of(out.part, line, SIZE, PADDED), SIZE, PADDED)  # [S, H, SIZE]
         if lse.part is not None:
             s = tl.where(is_piece[:, None], tl.load(lse.part + line), -float("inf"))
+            if row_max.part is not None:
+                tops = tl.where(is_piece[:, None], tl.load(row_max.part + line), -float("inf"))
+                highest = tl.maximum(highest, tl.max(tops, 0)[None])
             top = tl.maximum(m, tl.max(s, 0)[None])
             safe = tl.where(top == -float("inf"), 0.0, top)
             p = tl.math.exp2(s - safe)
@@ -82,6 +89,8 @@ def edge_merge(
     if lse.part is not None:
         acc, lse2 = finish(m, total, acc, sink, place.h, place.exists)
         tl.store(rows_at(to_lse, place), lse2 * LN2, mask=place.exists[:, None] & (place.h >= 0))
+        if row_max.part is not None:
+            store_max(to_max, out.start, place, highest, place.exists)
     store_rows(to, place, acc, place.exists, SIZE, PADDED, ALIGN)
 
 
@@ -279,7 +288,14 @@ class Launch(NamedTuple):
                 **OPTIONS,
             )
 
-    def merge(self, out: Result, align: int, lse: Result = NO_RESULT, sink: Tensor | None = None) -> None:
+    def merge(
+        self,
+        out: Result,
+        align: int,
+        lse: Result = NO_RESULT,
+        sink: Tensor | None = None,
+        row_max: Result = NO_RESULT,
+    ) -> None:
         """Join the pieces of every row that was cut."""
         if out.part is None or not self.slots:
             return
@@ -288,4 +304,4 @@ class Launch(NamedTuple):
         step = max(1, min(32, 1024 // (self.shape.HEADS * padded)))
         shape = Shape(size, size, padded, padded, self.shape.HEADS, self.shape.BLOCKS, 1, step)
         by_cut = self._replace(items=self.cuts, shape=shape)
-        by_cut.run(edge_merge, out=out, lse=lse, sink=sink, ALIGN=align)
+        by_cut.run(edge_merge, out=out, lse=lse, row_max=row_max, sink=sink, ALIGN=align)

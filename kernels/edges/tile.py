@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..tiles.terms import keep_pairs
-from ..tiles.tile import LOG2E, cap
+from ..tiles.tile import LN2, LOG2E, cap
 
 
 class Place(NamedTuple):
@@ -216,6 +216,20 @@ def load_start(out, lse, place, keep, SIZE: tl.constexpr, PADDED: tl.constexpr):
     total = tl.where(m == -float("inf"), 0.0, 1.0)
     acc = load_rows(out.start, place, SIZE, PADDED, 1)
     return m, total, tl.where(total[:, :, None] > 0, acc, 0.0)
+
+
+@triton.jit
+def store_max(to, start, place, highest, keep):
+    """Store the largest scores [L, H], which come times log2(e), where keep [L].
+
+    Where there is a start, of out, ``to`` holds those of the other keys.
+    """
+    is_kept = keep[:, None] & (place.h >= 0)
+    at = rows_at(to, place)
+    highest = highest * LN2
+    if start.ptr is not None:
+        highest = tl.maximum(highest, tl.load(at, mask=is_kept, other=-float("inf")))
+    tl.store(at, highest, mask=is_kept)
 
 
 @triton.jit

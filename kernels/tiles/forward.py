@@ -96,6 +96,7 @@ def forward_kernel(
     v,
     out,
     lse,
+    row_max,
     sink,
     lists,
     group_b,
@@ -119,7 +120,8 @@ def forward_kernel(
 ):
     """Write out = softmax(score) v and lse = log(sum(exp(score))); 0 and -inf for empty rows.
 
-    A program has one query tile of one head. A sink is one more score, without a value.
+    A program has one query tile of one head. A sink is one more score, without a value, that row_max, the
+    largest score, does not count; row_max is None where it is not wanted.
     """
     ROWS: tl.constexpr = SPEC.rows
     E_COLUMNS: tl.constexpr = SPEC.e_columns
@@ -157,6 +159,9 @@ def forward_kernel(
                 m = m * stretch.c
     if not SPEC.has.levels and not SPEC.has.terms:
         m = m * c
+    at = (b * heads + h).to(tl.int64) * q_len + i * ROWS + rows
+    if row_max is not None:
+        tl.store(row_max + at, tl.where(total == 0, -float("inf"), m * LN2), mask=i * ROWS + rows < q_len)
     shrink = tl.full([ROWS], 1.0, tl.float32)
     if SPEC.has.sink:
         sink_score = tl.load(sink + h) * LOG2E
@@ -166,7 +171,6 @@ def forward_kernel(
         m = top
     is_empty = total == 0
     total = tl.where(is_empty, 1.0, total)
-    at = (b * heads + h).to(tl.int64) * q_len + i * ROWS + rows
     log_sum = tl.where(is_empty, -float("inf"), (m + tl.math.log2(total)) * LN2)
     tl.store(lse + at, log_sum, mask=i * ROWS + rows < q_len)
     if SPEC.has.dropout:
@@ -187,6 +191,7 @@ def tiles_forward(
     softcap: float = 0.0,
     sink: Tensor | None = None,
     extras: Extras = PLAIN,
+    row_max: Tensor | None = None,
 ) -> None:
     """Write out and lse of the pairs in a layout's tiles.
 
@@ -202,6 +207,7 @@ def tiles_forward(
         softcap: 0 is off.
         sink: float32 [H].
         extras: dropout, score terms and levels.
+        row_max: float32 [B, H, Q], dense, written: the largest score of each row; None = not wanted.
     """
     arguments = extras.arguments(scale, softcap)
     launch(
@@ -212,6 +218,7 @@ def tiles_forward(
         {"q": q, "k": k, "v": v, "out": out},
         extras.present(scale, softcap, sink=sink is not None),
         lse=lse,
+        row_max=row_max,
         sink=sink,
         # Terms are added to what is multiplied by c already.
         least=least_score(arguments["c"]) if extras.terms is None else -3e38,

@@ -23,13 +23,13 @@ def leaves(Q=33, K=33, **kwargs):
     return make_inputs(0, **(sizes | kwargs))
 
 
-def op_arguments(q, k, v, relation, *, traced=False, sink=None, seed=None, dropout_p=0.0):
+def op_arguments(q, k, v, relation, *, traced=False, sink=None, seed=None, dropout_p=0.0, return_max=False):
     """Return the arguments of the op, as in eager or as in a traced call."""
     layout = relation if isinstance(relation, ab.Layout) else relation.layout(q.shape[2], k.shape[2])
     tensors, text = [layout.buffer, layout.where], ""
     if traced and layout is not relation:
         tensors, text = list(relation.recipe.data), relation.recipe.text
-    rest = Rest([], seed, tensors, 0, 0.3, 2.0, dropout_p, "", text, "" if traced else "rows")
+    rest = Rest([], seed, tensors, 0, 0.3, 2.0, dropout_p, "", text, "" if traced else "rows", return_max)
     return join(Inputs(q, k, v, sink), rest)
 
 
@@ -40,6 +40,7 @@ CASES = {
     "layout traced": {"relation": EMPTY_ROWS.layout(33, 33), "traced": True},
     "sink": {"sink": torch.arange(4.0, requires_grad=True)},
     "dropout": {"seed": torch.tensor([77]), "dropout_p": 0.5},
+    "maximum": {"return_max": True},
 }
 
 
@@ -68,7 +69,7 @@ def test_opcheck_forward_dtypes(dtype):
 def test_opcheck_backward(given, needs, traced):
     q, k, v = leaves(order="BLHD", requires_grad=False)
     arguments = op_arguments(q, k, v, EMPTY_ROWS, traced=traced, sink=torch.arange(4.0))
-    out, lse = torch.ops.attnbias.forward(*arguments)
+    out, lse, _ = torch.ops.attnbias.forward(*arguments)
     grad_out = None if given == "lse" else torch.randn_like(out)
     grad_lse = None if given == "out" else torch.randn_like(lse)
     torch.library.opcheck(

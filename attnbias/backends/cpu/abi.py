@@ -87,7 +87,7 @@ HEAD = Struct(
     "head",
     **_each("B H Hk Q K D E", INT64),
     **_each("q k v out dout dq dk dv", TENSOR.type),
-    **_each("lse dlse", POINTER),
+    **_each("lse dlse row_max", POINTER),
     **_each("scale softcap", FLOAT32),
     threads=INT32,
 )

@@ -119,6 +119,7 @@ def _head(call: Call, lse: Tensor, grad_lse: Tensor | None = None, **tensors: Te
         **{name: pack_tensor(x) for name, x in tensors.items()},
         lse=lse.data_ptr(),
         dlse=address(grad_lse),
+        row_max=address(call.row_max),
         scale=call.kernel_scale,
         softcap=call.softcap,
         threads=torch.get_num_threads(),

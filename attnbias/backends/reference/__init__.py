@@ -3,6 +3,6 @@
 ``formula`` computes every pair. ``edges`` adds up the biases of a pair's edges. No optimised code imports it.
 """
 
-from .formula import attend, name, weights, why_not
+from .formula import attend, name, row_max, weights, why_not
 
-__all__ = ["attend", "name", "weights", "why_not"]
+__all__ = ["attend", "name", "row_max", "weights", "why_not"]

@@ -76,6 +76,31 @@ def attend(problem: Problem, elements: int | None = None) -> tuple[Tensor, Tenso
     return empty_like_query(query, value.shape[-1]).copy_(out), lse
 
 
+def row_max(problem: Problem, elements: int | None = None) -> Tensor:
+    """Return the largest score of each row, [B, H, Q], without a gradient; -inf for an empty row.
+
+    Args:
+        problem: what to compute.
+        elements: as for :func:`attend`.
+    """
+    B, H, Q, D = problem.query.shape
+    precision = torch.float64 if problem.query.dtype == torch.float64 else torch.float32
+    query, key = (x.detach().to(precision) for x in (problem.query, problem.key))
+    row = B * H * key.shape[2] * (1 if problem.score is None else D)
+    rows = Q
+    if not torch.compiler.is_compiling() and row * Q > (elements or STRIP_ELEMENTS):
+        rows = max(1, (elements or STRIP_ELEMENTS) // row)
+    with torch.no_grad(), _without_autocast(query.device.type):
+        # One strip of no rows, too; one more score of -inf, because there may be none.
+        strips = [
+            torch.nn.functional.pad(
+                _score(problem, query, key, start, min(start + rows, Q))[0], (0, 1), value=-torch.inf
+            ).amax(-1)
+            for start in (range(0, Q, rows) if rows < Q else (0,))
+        ]
+    return torch.cat(strips, dim=2)
+
+
 def weights(problem: Problem) -> Tensor:
     """Return the probabilities before dropout, [B, H, Q, K], in float32 (float64 for float64)."""
     precision = torch.float64 if problem.query.dtype == torch.float64 else torch.float32
@@ -103,6 +128,15 @@ def _weigh(
     problem: Problem, query: Tensor, key: Tensor, start: int, stop: int
 ) -> tuple[Tensor, Tensor, _Index, tuple[int, int]]:
     """Return probabilities [B, H, rows, K], lse [B, H, rows], their pairs, and the heads as (Hk, share)."""
+    scores, often, index, heads = _score(problem, query, key, start, stop)
+    probs, lse = _softmax(scores, often, problem.sink)
+    return probs, lse, index, heads
+
+
+def _score(
+    problem: Problem, query: Tensor, key: Tensor, start: int, stop: int
+) -> tuple[Tensor, Tensor | None, _Index, tuple[int, int]]:
+    """Return scores [B, H, rows, K], -inf where unrelated, how often each counts, and as ``_weigh`` does."""
     (B, H, _, _), (_, Hk, K, _) = query.shape, key.shape
     index = _Index(
         b=torch.arange(B, device=query.device).view(-1, 1, 1, 1),
@@ -128,8 +162,7 @@ def _weigh(
     scores = scores * problem.scale
     scores = _modify(problem, scores, index)
     scores, often = _restrict(problem, scores, index, start, stop)
-    probs, lse = _softmax(scores, often, problem.sink)
-    return probs, lse, index, heads
+    return scores, often, index, heads
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:

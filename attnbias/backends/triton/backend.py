@@ -81,11 +81,17 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
                 *(*inputs, partly, lse, by_query, target),
                 sink=last_sink,
                 extras=extras,
+                row_max=call.row_max,
                 **_numbers(call),
             )
         if has_edges:
             start = (partly, lse) if has_tiles else None
-            edges_forward(*inputs, edges, out, lse, _score(call, extras.dropout), sink=sink, start=start)
+            edges_forward(
+                *(*inputs, edges, out, lse, _score(call, extras.dropout)),
+                sink=sink,
+                start=start,
+                row_max=call.row_max,
+            )
     return out, lse
 
 
