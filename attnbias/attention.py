@@ -189,12 +189,12 @@ def max_logit(
     Example:
         >>> import torch
         >>> import attnbias as ab
-        >>> q = k = torch.tensor([[[1.0], [2.0], [3.0]]])  # 1 head, 3 tokens, D = 1
+        >>> q = k = torch.tensor([[[1.0], [2.0], [4.0]]])  # 1 head, 3 tokens, D = 1
         >>> ab.max_logit(q, k, ab.Causal())
-        tensor([9.])
-        >>> clip = (5.0 / ab.max_logit(q, k, ab.Causal())).clamp(max=1).sqrt()  # for QK-clip at 5
+        tensor([16.])
+        >>> clip = (4.0 / ab.max_logit(q, k, ab.Causal())).clamp(max=1).sqrt()  # for QK-clip at 4
         >>> ab.max_logit(q * clip, k * clip, ab.Causal())
-        tensor([5.0000])
+        tensor([4.])
     """
     nothing = key.detach()[..., :1] if isinstance(key, Tensor) else key  # a value that no score depends on
     with torch.no_grad():

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ..sets.bound import Bound
+from ..arguments import as_count
+from ..sets.bound import Bound, Place
 from ..sets.intervals import Intervals
 from .choose import DUPLICATES
 from .costs import Costs, costs_of
@@ -15,6 +16,9 @@ from .fill import Form
 from .host import lay_out_with_numpy
 from .levels import add_levels
 from .native import lay_out_ranges
+from .outline import Outline, outline_of_record
+from .outlined import Capacity, lay_out_outlined
+from .overflow import raise_overflow
 from .record import Record
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ def build_layout(
     batch: int | None,
     heads: int | None,
     score: MultiLevel | None = None,
+    capacity: int | tuple[int, int] | None = None,
 ) -> Record:
     """See :meth:`Layout.build`."""
     if form not in ("auto", "tiles", "edges"):
@@ -52,11 +57,26 @@ def build_layout(
         if form == "edges":
             raise ValueError("form: wanted 'tiles' or 'auto' with a multi-level score, got 'edges'")
         form = "tiles"
+    if capacity is not None:
+        if form == "edges" or score is not None:
+            got = "form='edges'" if score is None else "a multi-level score"
+            raise ValueError(f"capacity: wanted None with {got}, which the host lays out")
+        raise_overflow()
+        room, at = _as_capacity(capacity), Place(q_len, k_len, start, batch, heads, str(device))
+        made = _outlined(relation, at, tile, room)
+        if made is None:
+            raise ValueError(f"capacity: wanted None, because only the host can lay out {relation!r}")
+        return made
     if score is None and device.type != "cpu":
         pairs = relation.list_pairs(q_len, k_len, start, batch, heads)
         if pairs is not None:
             made = lay_out(pairs, q_len, k_len, q_start=start, form=form, tile=tile, costs=costs)
             return made.trust().to(device)
+        if form != "edges" and not relation._is_on_host:
+            at = Place(q_len, k_len, start, batch, heads, str(device))
+            outlined = _outlined(relation, at, tile, None)
+            if outlined is not None:
+                return outlined
     bound = relation.bind(
         q_len, k_len, start, batch=batch, heads=heads, device=str(device), most_listed=costs.most_listed
     )
@@ -67,6 +87,34 @@ def build_layout(
         layout = add_levels(layout, score.bind(q_len, k_len, start))
     layout.trust()
     return layout if device.type == "cpu" else layout.to(device)
+
+
+def _outlined(relation: Relation, at: Place, tile: int | None, capacity: Capacity | None) -> Record | None:
+    """Lay out on the device, if the relation can be outlined there."""
+    relation._check(at)
+    at = at._replace(batch=at.batch or relation.batch_size, heads=at.heads or relation.head_count)
+    costs = costs_of(torch.device(at.device))
+    made = lay_out_outlined(
+        relation._outline, relation.related, at, tile=tile, capacity=capacity, costs=costs
+    )
+    return None if made is None else made.trust()
+
+
+def _as_capacity(capacity: int | tuple[int, int]) -> Capacity:
+    if isinstance(capacity, tuple) and len(capacity) != 2:
+        raise ValueError(f"capacity: wanted a number of tiles, or (tiles, partial tiles), got {capacity!r}")
+    tiles, partial = capacity if isinstance(capacity, tuple) else (capacity, capacity)
+    return Capacity(as_count("capacity", tiles), as_count("capacity", partial))
+
+
+def outline_bound(bound: Bound, at: Place, tile: int) -> Outline:
+    """Return which tiles hold pairs of a set that the host knows."""
+    if bound.edges is not None:
+        bound = _without_edges(bound)
+    host = torch.device("cpu")
+    return outline_of_record(
+        _lay_out(bound, "tiles", tile, costs_of(host), at.q_start), torch.device(at.device)
+    )
 
 
 def _lay_out(bound: Bound, form: Form, tile: int | None, costs: Costs, q_start: int) -> Record:

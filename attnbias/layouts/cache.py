@@ -82,9 +82,10 @@ def cached_layout(
     batch: int | None,
     heads: int | None,
     score: MultiLevel | None = None,
+    capacity: int | tuple[int, int] | None = None,
 ) -> Layout:
     """See :meth:`Relation.layout`."""
-    key: Key = (q_len, k_len, q_start, device, form, batch, heads, score)
+    key: Key = (q_len, k_len, q_start, device, form, batch, heads, score, capacity)
     own: dict[Key, Layout] | None = None
     if relation.is_small:
         key = (relation, *key)
@@ -106,6 +107,7 @@ def cached_layout(
         batch=batch,
         heads=heads,
         score=score,
+        capacity=capacity,
     )
     if own is None:
         return layout_cache.put(key, layout)

@@ -38,7 +38,7 @@ class EdgeLists(NamedTuple):
 
 def fill(
     header: Header,
-    group: Ints,
+    group: Tensor | Ints,
     by_query: Side,
     by_key: Side,
     patterns: tuple[Numbers, Numbers],
@@ -49,7 +49,7 @@ def fill(
     if isinstance(by_query.tile, Tensor):
         record = Record.empty(header, by_query.tile.device)
         into = header.view(record.buffer)
-        into.group.copy_(torch.tensor(group, device="cpu"))
+        into.group.copy_(group if isinstance(group, Tensor) else torch.tensor(group, device="cpu"))
     else:  # array to array: torch takes several times as long for small lists
         record = Record.empty(header)
         into = header.view(record.buffer.numpy())

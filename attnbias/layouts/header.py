@@ -102,7 +102,7 @@ class Header:
         q_len: int,
         k_len: int,
         q_start: int,
-        group: Ints,
+        group: Tensor | Ints,
         groups: int,
         tile: int,
         *,

@@ -70,6 +70,7 @@ class Layout(Record):
         batch: int | None = None,
         heads: int | None = None,
         score: MultiLevel | None = None,
+        capacity: int | tuple[int, int] | None = None,
     ) -> Layout:
         """Build a layout without looking in a cache.
 
@@ -84,6 +85,9 @@ class Layout(Record):
             batch: batch size, for relations that fit any.
             heads: head count, for relations that fit any.
             score: the multi-level score that it is for; its pairs are all in tiles.
+            capacity: room for so many tiles, or for (tiles, partial tiles). The layout is then made on the
+                device without waiting for it, so that a CUDA graph can capture it. One that does not fit is
+                left empty, and the next call on the host raises.
 
         Example:
             >>> import attnbias as ab
@@ -102,6 +106,7 @@ class Layout(Record):
             batch=batch,
             heads=heads,
             score=score,
+            capacity=capacity,
         )
         return Layout(made.buffer, made.where)
 

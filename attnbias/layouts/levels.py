@@ -78,7 +78,7 @@ def _entries(ptr: Tensor, tile: Tensor) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     bounds = ptr.cpu().numpy().astype(np.int64).reshape(-1, ptr.shape[-1])
     sizes = bounds[:, -1] - bounds[:, 0]
     row: Ints = np.repeat(np.arange(len(bounds)), sizes)
-    col = tile[:-1].cpu().numpy().astype(np.int64)
+    col = tile[: len(row)].cpu().numpy().astype(np.int64)
     return row, col, np.arange(len(col)) >= np.repeat(bounds[:, -2], sizes)
 
 

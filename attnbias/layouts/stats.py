@@ -59,11 +59,12 @@ def count_work(layout: Record) -> Stats:
     area = int((full.reshape(header.groups, -1) * height).sum()) * tile
     bits = np.unpackbits(fields.patterns.cpu().numpy().view(np.uint8).reshape(-1))
     per_pattern = bits.reshape(header.patterns_count, area_of_tile).sum(1, dtype=np.int64)
-    bounds = np.append(ptr[:, -2:].reshape(-1), header.tiles)  # alternating: partial tiles, full tiles
+    listed = int(ptr[-1, -1]) if len(ptr) else 0  # a layout with a capacity has room for more
+    bounds = np.append(ptr[:, -2:].reshape(-1), listed)  # alternating: partial tiles, full tiles
     _, partial = gather_ranges(bounds, np.arange(0, len(bounds) - 1, 2))
     marks = fields.q_mark.cpu().numpy()[partial]
     pairs = area + int(per_pattern[marks].sum()) + header.edges
-    executed = header.tiles * area_of_tile + header.edges
+    executed = listed * area_of_tile + header.edges
     return Stats(
         tile=tile,
         tiles_full=int(full.sum()),

@@ -88,14 +88,17 @@ def _check_levels(header: Header) -> None:
 
 def _check_tiles(header: Header, side: str, ptr: Ints, listed: Ints, marks: Ints, order: Ints) -> _Tiles:
     """Check the lists of one side, and return them tile by tile."""
-    count, last = header.tiles, header.classes - 1
+    last = header.classes - 1
     bounds = ptr.reshape(-1, header.classes + 1)
+    count = int(bounds[-1, -1]) if len(bounds) else 0  # a layout with a capacity has room for more
     if len(bounds):
         _not_decreasing(f"{side}_ptr", ptr.reshape(-1))
-        if bounds[0, 0] != 0 or bounds[-1, -1] != count or (bounds[1:, 0] != bounds[:-1, -1]).any():
-            _fail(f"{side}_ptr does not cover the {count} tiles")
-    elif count:
-        _fail(f"{count} tiles without rows")
+        if bounds[0, 0] != 0 or (bounds[1:, 0] != bounds[:-1, -1]).any():
+            _fail(f"{side}_ptr leaves tiles out")
+        if count > header.tiles:
+            _fail(f"{side}_ptr names {count} tiles, there is room for {header.tiles}")
+    elif header.tiles:
+        _fail(f"{header.tiles} tiles without rows")
     _inside(f"{side}_tile", listed, max(header.k_tiles if side == "q" else header.q_tiles, 1))
     tile, mark = listed[:count], marks[:count]
     row = np.repeat(np.arange(len(bounds)), bounds[:, -1] - bounds[:, 0])

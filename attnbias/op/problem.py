@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..arguments import as_flag, check_dense
 from ..layouts.layout import Layout
+from ..layouts.overflow import raise_overflow
 from ..relations import Full
 from ..relations.listing import count_edges
 from ..relations.relation import Relation
@@ -204,6 +205,7 @@ class Problem:
 
 def layout_for(problem: Problem) -> Layout:
     """Return the layout of a problem, from the relation's cache unless it was given."""
+    raise_overflow()
     relation, query, score = problem.relation, problem.query, problem.score
     if relation is None:
         assert problem.layout is not None

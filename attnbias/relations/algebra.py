@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import as_count, as_indices
+from ..layouts import outline
+from ..layouts.outline import Outline
 from ..sets.bound import MANY_RANGES, MOST_PER_ROW, Bound, Place, complement, intersect, unite
 from ..sets.edges import Edges
 from ..sets.permute import permute
@@ -140,6 +142,13 @@ class _Many(Compound):
     def __repr__(self) -> str:
         return f"({f' {self.symbol} '.join(repr(part) for part in self.parts)})"
 
+    def _outline_parts(
+        self, at: Place, tile: int, join: Callable[[Sequence[Outline]], Outline]
+    ) -> Outline | None:
+        parts = [part._outline(at, tile) for part in self.parts]
+        known = [part for part in parts if part is not None]
+        return join(known) if len(known) == len(parts) else None
+
     @property
     def T(self) -> Relation:
         return type(self)(tuple(part.T for part in self.parts))
@@ -173,6 +182,9 @@ class And(_Many):
         rule = at.rule(self.related)
         return reduce(lambda a, b: intersect(a, b, rule), [part._bind(at) for part in parts])
 
+    def _outline(self, at: Place, tile: int) -> Outline | None:
+        return self._outline_parts(at, tile, outline.intersect)
+
     # Moved and relabelled part by part where a graph is among them, which stays a list of edges then.
 
     def shift(self, distance: int) -> Relation:
@@ -198,6 +210,9 @@ class Or(_Many):
     def _bind(self, at: Place) -> Bound:
         return unite([part._bind(at) for part in self.parts], at.rule(self.related), self.stationary)
 
+    def _outline(self, at: Place, tile: int) -> Outline | None:
+        return self._outline_parts(at, tile, outline.unite)
+
 
 class _One(Compound):
     relation: Relation
@@ -217,6 +232,10 @@ class Not(_One):
 
     def _bind(self, at: Place) -> Bound:
         return complement(self.relation._bind(at), at, at.rule(self.related), self.stationary)
+
+    def _outline(self, at: Place, tile: int) -> Outline | None:
+        inner = self.relation._outline(at, tile)
+        return None if inner is None else inner.invert()
 
     def __invert__(self) -> Relation:
         return self.relation
@@ -288,6 +307,11 @@ class Transposed(_Moved):
         solid = None if inner.solid is None else inner.solid.transpose().take_queries(first, at.q_len)
         return Bound(solid, edges)
 
+    def _outline(self, at: Place, tile: int) -> Outline | None:
+        turned = Place(at.k_len, at.q_len, at.k_start, at.batch, at.heads, at.device, 1.0, at.q_start, True)
+        inner = self.relation._outline(turned, tile)
+        return None if inner is None else inner.turn()
+
     @property
     def T(self) -> Relation:
         return self.relation
@@ -324,6 +348,9 @@ class Shifted(_Moved):
         solid = None if inner.solid is None else inner.solid.shift(distance, at.k_len)
         edges = None if inner.edges is None else inner.edges.shift(distance, at.k_len)
         return Bound(solid, edges)
+
+    def _outline(self, at: Place, tile: int) -> Outline | None:
+        return self.relation._outline(at._replace(k_start=at.k_start - self.distance, is_moved=True), tile)
 
     def __repr__(self) -> str:
         return f"{self.relation!r}.shift({self.distance})"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import as_count, as_indices, check_dense
+from ..layouts.outline import Fault, Grid, Outline, outline_counts, overlap
 from ..sets.bound import Bound, Place
 from ..sets.intervals import Intervals, ceil_div, make_groups
 from .relation import Relation
@@ -132,6 +133,25 @@ class Blocks(Relation):
             return at.bind_ranges(some.row, some.start, some.stop, group)
 
         return at.in_steps(bind_some) if group.size == 1 else bind_some(at)
+
+    def _outline(self, at: Place, tile: int) -> Outline:
+        grid, table, (q_size, k_size) = Grid.of(at, tile), self._table, self._sizes
+        chosen, faults = table.to(grid.device), list[Fault]()
+        if not self._is_map:
+            nk = ceil_div(max(at.k_stop, 0), k_size)
+            is_wrong = (chosen < -1) | (
+                (chosen >= nk) if not at.is_moved else torch.zeros_like(chosen).bool()
+            )
+            faults.append(
+                Fault(is_wrong.any(), f"blocks: wanted key blocks from -1 (none) to {nk - 1}, got another")
+            )
+            listed = torch.where((chosen < 0) | (chosen >= nk), nk, chosen)
+            chosen = torch.zeros(*table.shape[:3], nk + 1, dtype=torch.bool, device=grid.device)
+            chosen = chosen.scatter(-1, listed, True)[..., :-1]
+        # Whole numbers below 2^15, which float32 holds: queries x keys that a tile shares with chosen blocks.
+        shared = overlap(grid.queries, q_size, table.shape[2]) @ chosen.float()
+        pairs = shared @ overlap(grid.keys, k_size, chosen.shape[3]).T
+        return outline_counts(pairs, grid.areas)._replace(faults=tuple(faults))
 
 
 def _as_table(blocks: Any) -> Tensor:

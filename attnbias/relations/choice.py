@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from ..layouts.outline import Outline, choose
 from ..sets.bound import Bound, Place, stack
 from .algebra import Compound
 from .relation import Relation
@@ -66,6 +67,13 @@ class _Choice(Compound):
         pick = np.array([distinct[part] for part in self.parts])
         pick = pick[None, :] if self.axis == "head_count" else pick[:, None]
         return stack([part._bind(at) for part in distinct], pick, at, at.rule(self.related))
+
+    def _outline(self, at: Place, tile: int) -> Outline | None:
+        parts = [part._outline(at, tile) for part in self.parts]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        return choose(known, 1 if self.axis == "head_count" else 0)
 
     # Turned, moved and relabelled part by part, so that a graph among them stays a list of edges.
 

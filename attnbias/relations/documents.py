@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import as_indices
+from ..arguments import as_count, as_indices
+from ..layouts.outline import Fault, Grid, Outline, outline_labels
 from ..sets.bound import MOST_PER_ROW, Bound, Place, intersect
 from ..sets.intervals import Intervals, Ints, pointer
 from .algebra import Compound
@@ -52,22 +53,39 @@ class Documents(Relation):
         super().__post_init__()
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int] | Tensor) -> Documents:
-        """Make documents of the given lengths, one after another."""
-        sizes = as_indices("lengths", lengths, (1,)).cpu()
-        if len(sizes) and int(sizes.min()) < 0:
-            raise ValueError(f"lengths: wanted 0 or more, got {int(sizes.min())}")
-        return cls(torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), sizes))
+    def from_lengths(cls, lengths: Sequence[int] | Tensor, *, total: int | None = None) -> Documents:
+        """Make documents of the given lengths, one after another.
+
+        Args:
+            lengths: [n].
+            total: positions in all; those after the last document are padding. None takes the sum of the
+                lengths, which is read where they are on a GPU.
+        """
+        sizes = as_indices("lengths", lengths, (1,))
+        if total is None or sizes.device.type == "cpu":
+            sizes = sizes.cpu()
+            if len(sizes) and int(sizes.min()) < 0:
+                raise ValueError(f"lengths: wanted 0 or more, got {int(sizes.min())}")
+        return cls(_number_positions(sizes.cumsum(0), total))
 
     @classmethod
-    def from_cu_seqlens(cls, cu_q: Tensor, cu_k: Tensor | None = None) -> Documents:
-        """Make documents from cumulative lengths ``[0, n1, n1 + n2, ...]`` of queries (and of keys)."""
-        ids = _ids_from_offsets("cu_q", cu_q)
+    def from_cu_seqlens(
+        cls, cu_q: Tensor, cu_k: Tensor | None = None, *, total: int | tuple[int, int] | None = None
+    ) -> Documents:
+        """Make documents from cumulative lengths ``[0, n1, n1 + n2, ...]`` of queries (and of keys).
+
+        Args:
+            cu_q: [n + 1].
+            cu_k: [n + 1].
+            total: as for :meth:`from_lengths`; (queries, keys) where they differ.
+        """
+        of_queries, of_keys = total if isinstance(total, tuple) else (total, total)
+        ids = _ids_from_offsets("cu_q", cu_q, of_queries)
         if cu_k is None:
             return cls(ids)
         if len(cu_k) != len(cu_q):
             raise ValueError(f"cu_k: wanted {len(cu_q)} offsets as in cu_q, got {len(cu_k)}")
-        return cls(ids, _ids_from_offsets("cu_k", cu_k))
+        return cls(ids, _ids_from_offsets("cu_k", cu_k, of_keys))
 
     def each(self, relation: Relation) -> Relation:
         """Return a relation inside each document, in positions counted from the document's first."""
@@ -110,6 +128,18 @@ class Documents(Relation):
         start, stop = keys.first[picked], (keys.first + keys.length)[picked]
         return Bound(Intervals(at.q_len, at.k_len, group[:, None], ptr, start, stop))
 
+    def _outline(self, at: Place, tile: int) -> Outline:
+        grid = Grid.of(at, tile)
+        of_queries, of_keys = (torch.atleast_2d(x.to(grid.device)) for x in (self.ids, self._keys))
+        is_wrong = (of_queries < -1).any() | (of_keys < -1).any()
+        fault = Fault(is_wrong, "ids: wanted -1 (padding) or more, got less")
+        batch = max(len(of_queries), len(of_keys)) if len(of_queries) and len(of_keys) else 0
+        of_queries, of_keys = (x.expand(batch, -1).contiguous() for x in (of_queries, of_keys))
+        # A document's label is its first key: labels rise where documents follow one another.
+        known, place = of_keys.sort(dim=-1, stable=True)
+        labels = [_labels(ids, known, place) for ids in (of_queries, of_keys)]
+        return outline_labels(labels[0], labels[1], grid)._replace(faults=(fault,))
+
     def _numbered(self) -> tuple[Ints, Ints, Ints]:
         """Return the documents of queries and keys on the host, and the group of each batch.
 
@@ -125,12 +155,36 @@ class Documents(Relation):
         return self if self.key_ids is None else Documents(self.key_ids, self.ids)
 
 
-def _ids_from_offsets(name: str, offsets: Tensor) -> Tensor:
-    host = as_indices(name, offsets, (1,)).cpu()
-    sizes = host.diff()
-    if len(host) == 0 or host[0] != 0 or (len(sizes) and int(sizes.min()) < 0):
-        raise ValueError(f"{name}: wanted offsets that rise from 0, got {host.tolist()}")
-    return torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), sizes)
+def _labels(ids: Tensor, known: Tensor, place: Tensor) -> Tensor:
+    """Return the place of the first number equal to each id, -1 for padding and where there is none."""
+    if not known.shape[1]:
+        return torch.full_like(ids, -1)
+    at = torch.searchsorted(known, ids).clamp(max=known.shape[1] - 1)
+    is_there = (known.gather(1, at) == ids) & (ids >= 0)
+    return torch.where(is_there, place.gather(1, at), -1)
+
+
+def _ids_from_offsets(name: str, offsets: Tensor, total: int | None) -> Tensor:
+    ends = as_indices(name, offsets, (1,))
+    if total is None or ends.device.type == "cpu":
+        ends = ends.cpu()
+        if len(ends) == 0 or ends[0] != 0 or (len(ends) > 1 and int(ends.diff().min()) < 0):
+            raise ValueError(f"{name}: wanted offsets that rise from 0, got {ends.tolist()}")
+    return _number_positions(ends[1:], total)
+
+
+def _number_positions(ends: Tensor, total: int | None) -> Tensor:
+    """Return the document of each position, from the ends of the documents; -1 after the last."""
+    is_known = ends.device.type == "cpu"
+    last = (int(ends[-1]) if len(ends) else 0) if is_known else None
+    if total is None:
+        total = last
+    elif last is not None and as_count("total", total) < last:
+        raise ValueError(f"total: wanted at least the {last} positions of the documents, got {total}")
+    assert total is not None  # offsets on a device were read where it was not given
+    place = torch.arange(total, device=ends.device)
+    number = torch.searchsorted(ends, place, right=True)
+    return torch.where(number < len(ends), number, -1)
 
 
 def _number(ids: Ints) -> Ints:
@@ -207,6 +261,9 @@ class EachDocument(Compound):
             if form is not None:
                 return Bound(form.take_queries(at.q_start, at.q_len))
         return intersect(super()._bind(at), self.documents._bind(at), at.rule(self.related))
+
+    def _outline(self, at: Place, tile: int) -> Outline | None:
+        return self.documents._outline(at, tile).blur() if self.relation._is_on_host else None
 
     def _place_documents(self) -> Intervals | None:
         """Bind the relation once per shape of document, and put it at each document's corner.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import as_count, as_indices, check_dense
+from ..layouts.outline import Fault, Grid, Outline, outline_key_mask, outline_keys_before
 from ..sets.bound import MOST_PER_ROW, Bound, Place
 from ..sets.intervals import Intervals
 from .patterns import ranges
@@ -45,6 +46,11 @@ class Prefix(Relation):
             if isinstance(self.length, int)
             else _key_ranges(at, self.length)
         )
+
+    def _outline(self, at: Place, tile: int) -> Outline | None:
+        if isinstance(self.length, int):
+            return super()._outline(at, tile)
+        return _outline_before("length", self.length, Grid.of(at, tile))
 
 
 class Padding(Relation):
@@ -98,6 +104,13 @@ class Padding(Relation):
             return super()._bind(at)
         return Bound(runs.take_rows(np.repeat(np.arange(len(host)), at.q_len), at.q_len))
 
+    def _outline(self, at: Place, tile: int) -> Outline:
+        grid = Grid.of(at, tile)
+        if self.lengths_ is not None:
+            return _outline_before("lengths", self.lengths_, grid)
+        assert self.mask is not None
+        return outline_key_mask(self.mask.to(grid.device), grid)
+
     def __repr__(self) -> str:
         return super().__repr__() if self.mask is None else f"Padding.from_mask({show(self.mask)})"
 
@@ -125,6 +138,13 @@ def _are_before(length: int | Tensor, q: Tensor, k: Tensor, b: Tensor | None) ->
         length = length.to(q.device)
         length = length[0] if b is None else length[b.clamp(max=len(length) - 1)]
     return k < length + torch.zeros_like(q)
+
+
+def _outline_before(name: str, length: Tensor, grid: Grid) -> Outline:
+    """Return the tiles of the keys below a length per batch."""
+    length = length.to(grid.device)
+    fault = Fault((length < 0).any(), f"{name}: wanted 0 or more, got less")
+    return outline_keys_before(length, grid)._replace(faults=(fault,))
 
 
 def _key_ranges(at: Place, length: Tensor) -> Bound:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import as_count, as_indices
+from ..layouts.outline import Fault, Grid, Outline, outline_ranges
 from ..sets.bound import Bound, Place
 from ..sets.intervals import Intervals, count_groups, make_groups
 from ..sets.predicate import Predicate
@@ -200,6 +201,24 @@ class Ranges(Relation):
             return Bound(form.take_groups(group, np.arange(group.size)))
         row = np.repeat(np.arange(group.size * at.q_len), start.shape[3])
         return at.bind_ranges(row, start.reshape(-1).numpy(), stop.reshape(-1).numpy(), group)
+
+    def _outline(self, at: Place, tile: int) -> Outline:
+        grid = Grid.of(at, tile)
+        start, stop = (x.to(grid.device) for x in self._tables)
+        is_wrong = (start < 0) | (start > stop)
+        text = "stop: wanted 0 <= start <= stop in every range, got another"
+        faults = [Fault(is_wrong.any(), text)]
+        if not at.is_moved:
+            text = f"stop: wanted at most k_len = {at.k_len}, got more"
+            faults.append(Fault((stop > at.k_len).any(), text))
+        rows = torch.arange(at.q_start, at.q_start + at.q_len, device=grid.device)
+        exists = (rows >= 0) & (rows < start.shape[2])
+        if not start.numel():
+            start = stop = start.new_zeros(*start.shape[:2], 1, 1)
+        rows = rows.clamp(0, start.shape[2] - 1)
+        start, stop = start[:, :, rows], stop[:, :, rows]
+        found = outline_ranges(start, torch.where(exists[:, None], stop, start), grid)
+        return found._replace(faults=tuple(faults))
 
     def _union(self, k_len: int) -> Intervals:
         """Return the ranges of all queries: sorted, disjoint, not touching."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypedDict
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.serialization import add_safe_globals
 from typing_extensions import Unpack, dataclass_transform
 
 from ..arguments import as_count
+from ..layouts.build import outline_bound
 from ..layouts.cache import cached_layout
 from ..sets.bound import Bound, Place
 from ..sets.inclusion import is_within
@@ -24,6 +26,7 @@ from .value import Value, integer
 if TYPE_CHECKING:
     from ..layouts.fill import Form
     from ..layouts.layout import Layout
+    from ..layouts.outline import Outline
     from ..scores.multilevel import MultiLevel
     from .ranges import Ranges
 
@@ -206,6 +209,17 @@ class Relation(Value):
                 raise ValueError(f"{what}: {self!r} differs by {what}, so their number is wanted, got None")
         return shape[0], shape[1]
 
+    def _outline(self, at: Place, tile: int) -> Outline | None:
+        """Return which tiles hold pairs, found on the device of the data; None if only the host can tell."""
+        if self.repeats or self.listed or not self._is_on_host:
+            return None
+        return _outline_once(self, at, tile) if self.is_small else outline_bound(self._bind(at), at, tile)
+
+    @property
+    def _is_on_host(self) -> bool:
+        """Whether all data is."""
+        return all(x.device.type == "cpu" for x in self.recipe.data)
+
     def list_pairs(self, q_len: int, k_len: int, q_start: int, batch: Size, heads: Size) -> Pairs | None:
         """Return the pairs at these lengths if they are stored one by one on a GPU, else None."""
         return None
@@ -221,8 +235,12 @@ class Relation(Value):
         batch: Size = None,
         heads: Size = None,
         score: MultiLevel | None = None,
+        capacity: int | tuple[int, int] | None = None,
     ) -> Layout:
-        """Return the layout at these lengths, built once and kept with the relation."""
+        """Return the layout at these lengths, built once and kept with the relation.
+
+        The arguments are those of :meth:`Layout.build`.
+        """
         make = cached_layout
         if torch.is_inference_mode_enabled():  # what is kept is used in training, too
             make = torch.inference_mode(False)(cached_layout)
@@ -237,6 +255,7 @@ class Relation(Value):
             batch=batch if self.batch_size is None else None,
             heads=heads if self.head_count is None else None,
             score=score,
+            capacity=capacity,
         )
 
     # -- a look at the pairs ----------------------------------------------------------------------
@@ -364,6 +383,11 @@ class Relation(Value):
 
     def __bool__(self) -> NoReturn:
         raise TypeError("a relation is neither true nor false: write a & b, a | b, ~a")
+
+
+@lru_cache(maxsize=64)  # patterns around data that changes in every step
+def _outline_once(relation: Relation, at: Place, tile: int) -> Outline:
+    return outline_bound(relation._bind(at), at, tile)
 
 
 def resolve_start(q_start: Start, q_len: int, k_len: int) -> int:

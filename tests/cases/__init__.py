@@ -8,6 +8,7 @@ terms              score terms of every kind, compared with float64 on any backe
 scores             additive scores and edge terms for Triton kernels
 relations          relations that hold data
 compiled           modules with attention, compiled or exported, compared with eager ones
+reads              counts what the host reads from tensors
 interpreter        runs a test file again in Triton's interpreter
 gpu_programs       small Triton programs for the emulator
 handwritten_ptx    kernels written in PTX by hand, for the emulator

@@ -41,12 +41,13 @@ def make_call(
     scale: float | None = None,
     softcap: float = 0.0,
     sink: bool = False,
+    capacity: int | None = None,
     **how: Any,
 ) -> Call:
     """Draw inputs of B, H, Hk, Q, K, D, E and lay the relation out."""
     B, H, _, Q, K, D, _ = shape
     q, k, v = make_inputs(sum(shape), *shape, **how)
-    layout = ab.Layout.build(relation, Q, K, form=form, tile=tile, batch=B, heads=H)
+    layout = ab.Layout.build(relation, Q, K, form=form, tile=tile, batch=B, heads=H, capacity=capacity)
     logits = torch.linspace(-1, 2, H) if sink else None
     scale = D**-0.5 if scale is None else scale
     return Call(Inputs(q, k, v, logits), layout, scale, softcap)

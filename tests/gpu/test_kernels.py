@@ -50,6 +50,12 @@ def test_relations(gpu, relation):
     assert {launch.name for launch in gpu.launches} >= {"forward_kernel", "backward_key_kernel"}
 
 
+@pytest.mark.parametrize("relation", ["strictly past", "empty"])
+def test_lists_with_room_to_spare(gpu, relation):
+    """Layouts made with a capacity end with entries that no bound names."""
+    run(RELATIONS[relation], capacity=90)
+
+
 @pytest.mark.parametrize("form", ["auto", "edges"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_relations(gpu, seed, form):

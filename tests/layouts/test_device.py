@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases.reads import Reads, refuse_transfers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnbias as ab
 from attnbias.layouts import build
@@ -112,36 +112,14 @@ def test_cases_hold_tiles_and_edges() -> None:
     assert sizes["equal blocks"].patterns < sizes["equal blocks"].tiles_partial
 
 
-SIZED = {"aten::nonzero", "aten::_unique2", "aten::unique_dim", "aten::repeat_interleave"}
-
-
-class Reads(TorchDispatchMode):
-    """Counts the numbers that the host reads from tensors, sizes of results included; each read waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        masks = args[1] if name == "aten::index" else ()
-        is_masked = any(x is not None and x.dtype == torch.bool for x in masks)
-        self.numbers += name in SIZED or name == "aten::_local_scalar_dense" or is_masked
-        return func(*args, **(kwargs or {}))
-
-
 def test_the_host_reads_a_few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> Any:
-        raise AssertionError("a tensor went to the host")
-
-    for name in ("cpu", "numpy", "__array__"):
-        monkeypatch.setattr(Tensor, name, refuse)
+    refuse_transfers(monkeypatch)
     for n in (100, 1000):
         graph = shuffled(blocks(n, 200, 130, 64), 50)
         with Reads() as reads:
             graph._check_numbers()  # part of binding on a device; reads the smallest and largest of two lists
             build_here(graph, n + 394, n + 394, 0, GPU_COSTS[80])
-        assert 4 < reads.numbers + 4 <= 13, reads.numbers  # the mode does not see tolist() of these four
+        assert 4 < reads.numbers + 4 <= 13, reads.numbers  # and the list of these four
 
 
 def test_a_graph_on_a_device_is_laid_out_there(monkeypatch: pytest.MonkeyPatch) -> None:

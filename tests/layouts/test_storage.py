@@ -26,7 +26,7 @@ def damage(layout, field, index, value):
 DAMAGES = [
     ("group", 0, 7, r"group holds 7\.\.7, wanted 0\.\.0"),
     ("q_ptr", 1, 9, "q_ptr must not decrease: 9, then 1 at index 2"),
-    ("q_ptr", 3, 2, "q_ptr does not cover the 15 tiles"),
+    ("q_ptr", 3, 2, "q_ptr leaves tiles out"),
     ("q_tile", 3, 99, r"q_tile holds 0\.\.99, wanted 0\.\.4"),
     ("q_tile", 3, -1, "q_tile holds -1"),
     ("q_tile", 4, 0, "q_tile must increase within a class of a row"),

@@ -44,6 +44,14 @@ def test_float32(relation, shape, tile):
 
 
 @interpreted
+@pytest.mark.parametrize("tile", [64, 128])
+def test_lists_with_room_to_spare(tile):
+    """Layouts made with a capacity end with entries that no bound names."""
+    relation = ab.Documents(torch.arange(97) // 40) & ab.Causal()
+    check(triton, make_call(relation, (2, 2, 1, 97, 97, 16, 8), tile=tile, capacity=9))
+
+
+@interpreted
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("relation", ["full", "scattered"])
 def test_half_precision(relation, shape):
