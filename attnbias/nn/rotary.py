@@ -37,19 +37,31 @@ class Rotary(nn.Module):
         self.head_size = head_size
         self.base = base
 
-    def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """Rotate x [..., n, D], whose first row is at position ``start``.
+    def forward(self, x: Tensor, start: int | Tensor = 0) -> Tensor:
+        """Rotate x [..., n, D].
+
+        Args:
+            x: rows to rotate.
+            start: position of the first row, the others following it; or the position of each row, [n].
 
         Raises:
-            ValueError: if D is not the ``head_size``.
+            ValueError: if D is not the ``head_size``, or there is not a position for each row.
         """
         if x.shape[-1] != self.head_size:
             raise ValueError(f"x: wanted [..., n, {self.head_size}], got {list(x.shape)}")
+        if isinstance(start, Tensor) and start.shape != x.shape[-2:-1]:
+            raise ValueError(
+                f"start: wanted a number or a position for each of {x.shape[-2]} rows, "
+                f"got {list(start.shape)}"
+            )
         half = self.head_size // 2
         # Half precision has too few digits for the angles of late positions.
         precision = torch.float64 if x.dtype == torch.float64 else torch.float32
         power = torch.arange(half, device=x.device, dtype=precision) / half
-        position = torch.arange(start, start + x.shape[-2], device=x.device, dtype=precision)
+        if isinstance(start, Tensor):
+            position = start.to(x.device, precision)
+        else:
+            position = torch.arange(start, start + x.shape[-2], device=x.device, dtype=precision)
         angle = position[:, None] * self.base**-power  # [n, D / 2]
         cos, sin = angle.cos(), angle.sin()
         left, right = x.to(precision).split(half, dim=-1)

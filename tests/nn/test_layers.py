@@ -339,6 +339,12 @@ def test_rotary_turns_by_the_definition():
     assert_no_worse("x", Rotary(6, base=50.0)(x, start=3), turned(x, 3, 50.0), turned(x.double(), 3, 50.0))
 
 
+def test_rotary_takes_a_position_for_each_row():
+    x, turn = torch.randn(2, 7, 6), Rotary(6)
+    order = torch.tensor([6, 2, 0, 5, 1, 3, 4])
+    assert torch.equal(turn(x[:, order], start=order + 3), turn(x, start=3)[:, order])
+
+
 def test_rotary_keeps_its_digits_in_half_precision():
     """Angles of late positions are meaningless in bfloat16, whose numbers are 512 apart there."""
     x = torch.randn(2, 6).bfloat16()
@@ -373,6 +379,10 @@ def test_layer_survives_copying_and_saving():
         (lambda: RelationalAttention(12, 2, rotary=Rotary(4)), "rotary: wanted one for head_size = 6, got 4"),
         (lambda: Rotary(5), "head_size: wanted an even number of at least 2, got 5"),
         (lambda: Rotary(4)(torch.zeros(3, 6)), r"x: wanted \[..., n, 4\], got \[3, 6\]"),
+        (
+            lambda: Rotary(4)(torch.zeros(3, 4), torch.arange(2)),
+            r"start: wanted a number or a position for each of 3 rows, got \[2\]",
+        ),
         (
             lambda: RelationalAttention(12, 4, ab.PerHead([ab.Causal(), ab.Full()])),
             "relation: wanted one for 4 heads, got a PerHead for 2",
