@@ -118,9 +118,9 @@ def backward(
                 weights, _, total = _edge_bias(call, tile)
                 parts = weights / total.masked_fill(total == 0, 1)[:, tile.place]  # of their pairs
                 of_edge = d_scores.flatten(1)[:, tile.place] * parts
-                grad.index_put_(_edge_places(call, tile), of_edge.double(), accumulate=True)
+                grad.index_put_(_edge_entries(call, tile), of_edge.double(), accumulate=True)
             else:
-                grad.index_put_(_places(call, part, tile), d_scores.double(), accumulate=True)
+                grad.index_put_(_entries(call, part, tile), d_scores.double(), accumulate=True)
         d_query, d_key, d_weight = _through_score(call, tile, d_scores * slope)
         grad_query[tile.queries] = d_query.to(query.dtype)
         if needs.key:
@@ -210,7 +210,7 @@ def _scores(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor | float]:
         slope = call.scale * (1 - capped * capped)
     for part, values in call.parts.items():
         if part != "edge":
-            scores = scores + values[_places(call, part, tile)]
+            scores = scores + values[_entries(call, part, tile)]
     often = tile.counts.to(precision)  # n edges of a pair count n times
     if "edge" in call.parts:
         bias, often = (x.view_as(scores) for x in _edge_bias(call, tile)[1:])
@@ -239,14 +239,14 @@ def _through_score(call: Call, tile: _Tile, d_raw: Tensor) -> tuple[Tensor, Tens
     return d_sums.sum(2), d_sums.sum(1), d_weight.sum((1, 2))
 
 
-def _edge_places(call: Call, tile: _Tile) -> tuple[Tensor, Tensor]:
+def _edge_entries(call: Call, tile: _Tile) -> tuple[Tensor, Tensor]:
     """Return where the part of edges has their values: indices that broadcast to [n, edges]."""
     return tile.number, tile.h[:, None] % call.parts["edge"].shape[1]
 
 
 def _edge_bias(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
     """Return exp(bias - largest of its pair) [n, edges]; by pair, that largest [n, rows * m] and the sums."""
-    bias = call.parts["edge"][_edge_places(call, tile)]
+    bias = call.parts["edge"][_edge_entries(call, tile)]
     place = tile.place.expand_as(bias)
     top = bias.new_full((len(bias), tile.counts.numel()), -torch.inf).scatter_reduce(1, place, bias, "amax")
     weights = torch.exp(bias - top.masked_fill(top == -torch.inf, 0)[:, tile.place])
@@ -257,7 +257,7 @@ def _edge_bias(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
     return weights, top, total.to(bias.dtype)
 
 
-def _places(call: Call, part: str, tile: _Tile) -> tuple[Tensor, ...]:
+def _entries(call: Call, part: str, tile: _Tile) -> tuple[Tensor, ...]:
     """Return where a part has the values of a tile's pairs: indices that broadcast to [n, rows, m]."""
     q_len, keys = call.query.shape[2], tile.keys
     rows = torch.arange(tile.rows.start, tile.rows.stop, device=keys.device)[:, None]
