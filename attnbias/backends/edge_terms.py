@@ -20,12 +20,14 @@ def find_entries(call: Call) -> Entries:
 
     The part of edges has them in its first dimension.
     """
-    layout, q_len = call.layout, call.query.shape[2]
+    layout = call.layout
     count = layout.edges
     keys = layout.edge_key[:count].long()
-    rows = torch.arange(len(layout.edge_ptr) - 1, device=keys.device) % max(q_len, 1)
+    rows = torch.arange(len(layout.edge_ptr) - 1, device=keys.device) % max(layout.q_len, 1)
     rows = rows.repeat_interleave(layout.edge_ptr.diff().long(), output_size=count)
-    entries: Entries = {"relative": (keys - rows + q_len - 1,), "key": (keys,), "pair": (rows, keys)}
+    entries: Entries = {"key": (keys,), "pair": (rows, keys)}
+    if "relative" in call.parts:
+        entries["relative"] = (call.relative_entries(rows, keys),)
     if "grid" in call.parts:
         query_code, key_code = call.codes
         entries["grid"] = (query_code.long()[rows] - key_code.long()[keys],)

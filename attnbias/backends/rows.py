@@ -188,7 +188,7 @@ def _levels(call: Call, tile: _Tile) -> list[tuple[slice, Tensor | float]]:
     levels = call.layout.levels
     assert levels is not None  # the layout fits the score
     rows = torch.arange(tile.rows.start, tile.rows.stop, device=tile.keys.device)[:, None]
-    spread = score.spread(levels, rows + call.layout.q_start, tile.keys)
+    spread = score.spread(levels, call.query_positions(rows), call.key_positions(tile.keys))
     return [(dims, factor.to(_precision(call.query))) for dims, factor in spread]
 
 
@@ -259,11 +259,11 @@ def _edge_bias(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
 
 def _entries(call: Call, part: str, tile: _Tile) -> tuple[Tensor, ...]:
     """Return where a part has the values of a tile's pairs: indices that broadcast to [n, rows, m]."""
-    q_len, keys = call.query.shape[2], tile.keys
+    keys = tile.keys
     rows = torch.arange(tile.rows.start, tile.rows.stop, device=keys.device)[:, None]
     index: tuple[Tensor, ...] = (rows, keys)
     if part == "relative":
-        index = (keys - rows + q_len - 1,)
+        index = (call.relative_entries(rows, keys),)
     elif part == "key":
         index = (keys.expand(len(rows), -1),)
     elif part == "grid":
@@ -294,14 +294,15 @@ def _keep(call: Call, tile: _Tile) -> Tensor | float:
     if call.dropout_p == 0:
         return 1.0
     assert call.seed is not None
-    q = torch.arange(tile.rows.start, tile.rows.stop, device=tile.keys.device)
+    rows = torch.arange(tile.rows.start, tile.rows.stop, device=tile.keys.device)
+    first_batch, first_head = call.first_numbers
     keep = keep_mask(
         call.seed,
         call.dropout_p,
-        b=tile.b[:, None, None],
-        h=tile.h[:, None, None],
-        q=q[:, None] + call.layout.q_start,
-        k=tile.keys,
+        b=tile.b[:, None, None] + first_batch,
+        h=tile.h[:, None, None] + first_head,
+        q=call.query_positions(rows[:, None]),
+        k=call.key_positions(tile.keys),
     )
     kept = 1 - call.dropout_p
     return keep.to(_precision(call.query)) / (kept if kept else 1)
