@@ -67,9 +67,11 @@ def build_layout(
     return layout if device.type == "cpu" else layout.to(device)
 
 
-def lay_out_bound(bound: Bound, *, device: torch.device, form: Form, tile: int | None) -> Record:
+def lay_out_bound(
+    bound: Bound, *, device: torch.device, form: Form, tile: int | None, q_start: int
+) -> Record:
     """Lay out a set of pairs that is no relation's own, such as the part of one that a process holds."""
-    layout = _lay_out(bound, form, tile, costs_of(device), 0).trust()
+    layout = _lay_out(bound, form, tile, costs_of(device), q_start).trust()
     return layout if device.type == "cpu" else layout.to(device)
 
 
