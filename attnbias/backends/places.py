@@ -22,8 +22,8 @@ class Places(NamedTuple):
     nothing.
     """
 
-    queries: Tensor | None = None  # int32 [Q]: position of each row
-    keys: Tensor | None = None  # int32 [K]: position of each key
+    queries: Tensor | None = None  # int32 [Q], dense: position of each row
+    keys: Tensor | None = None  # int32 [K], dense: position of each key
     q_len: int = 0  # lengths of the whole
     k_len: int = 0
     q_start: int = 0  # of the whole: the row at position p is its row p - q_start; the layout has the same

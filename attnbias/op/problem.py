@@ -282,6 +282,8 @@ def _fit_places(places: Places, problem: Problem) -> None:
             raise ValueError(f"places.{name}: wanted torch.int32 [{count}], got {got}")
         if positions.device != device:
             raise ValueError(f"places.{name}: wanted the query's device, {device}, got {positions.device}")
+        if not positions.is_contiguous():
+            raise ValueError(f"places.{name}: wanted a dense tensor, got a stride of {positions.stride(0)}")
         if length < count:
             raise ValueError(f"places.{name[0]}_len: wanted at least the {count} {name} here, got {length}")
     if places.queries is not None and problem.layout is None:

@@ -192,6 +192,11 @@ AT = Places(torch.arange(3, dtype=torch.int32), torch.arange(4, dtype=torch.int3
             LAYOUT,
             "places.keys: wanted the query's device, cpu, got meta",
         ),
+        (
+            AT._replace(keys=torch.arange(8, dtype=torch.int32)[::2]),
+            LAYOUT,
+            "places.keys: wanted a dense tensor, got a stride of 2",
+        ),
         (AT._replace(q_len=2), LAYOUT, "places.q_len: wanted at least the 3 queries here, got 2"),
         (AT._replace(k_len=3), LAYOUT, "places.k_len: wanted at least the 4 keys here, got 3"),
         (

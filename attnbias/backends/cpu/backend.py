@@ -39,8 +39,6 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"head size: at most D={LARGEST_SCORE} and E={LARGEST}, got D={D} and E={E}")
     elif D > LARGEST and not _is_tiled(problem):
         reasons.append(f"head size: at most D={LARGEST} unless all pairs are in tiles, got D={D}")
-    if problem.places is not None:
-        reasons.append("places: not supported")
     return reasons + why_not_terms(problem.terms, problem.score) if problem.terms else reasons
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import edge_terms
 from ..call import NO_NEEDS, Needs, name_parts, parts_needed
+from ..places import NO_PLACES
 from .abi import EXTRAS, address, pack_part
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Extras:
             sink=address(sink),
             **_dropout(call),
             q_start=call.layout.q_start,
+            **_places(call),
             negative_slope=negative_slope,
             additive=address(weight),
             dadditive=address(d_weight),
@@ -93,6 +95,18 @@ class Extras:
         if self.d_edge_bias is not None:
             edge_terms.take_back(self.d_edge_bias, self.edge_entries, self.grads)
         return {"weight": self.d_weight, **name_parts(self.grads)}
+
+
+def _places(call: Call) -> dict[str, int]:
+    """Return where rows and keys stand, and the numbers of the first batch and head."""
+    places = NO_PLACES if call.places is None else call.places
+    return {
+        "q_position": address(places.queries),
+        "k_position": address(places.keys),
+        "q_len": call.query.shape[2] if places.queries is None else places.q_len,
+        "first_batch": places.first_batch,
+        "first_head": places.first_head,
+    }
 
 
 def _dropout(call: Call) -> dict[str, Any]:
