@@ -2,9 +2,9 @@
 
 Start with ``attention``. The other modules here are ``arguments`` (checks that every folder may use),
 ``native`` (opens the C++ library) and ``structured`` (structured matrices). The folders, from the bottom:
-``sets``, ``layouts``, ``relations``, ``recipes``, ``scores``, ``backends``, ``op``, then ``testing`` and
-``symmetry``, then ``nn`` and ``integrations``. A folder imports only those before it; docs/architecture.md
-explains why.
+``sets``, ``layouts``, ``relations``, ``recipes``, ``scores``, ``backends``, ``op``, ``sharding``, then
+``testing`` and ``symmetry``, then ``nn`` and ``integrations``. A folder imports only those before it;
+docs/architecture.md explains why.
 """
 
 from . import recipes, testing
@@ -46,6 +46,7 @@ from .scores.additive import AdditiveScore
 from .scores.buckets import linear_buckets, t5_buckets
 from .scores.multilevel import MultiLevel
 from .scores.terms import ALiBi, EdgeBias, GridBias, KeyBias, PairBias, RelativeBias
+from .sharding import Shard, shard
 from .testing.verify import verify
 
 __version__ = "0.1.0"
@@ -81,6 +82,7 @@ __all__ = [
     "Ranges",
     "Relation",
     "RelativeBias",
+    "Shard",
     "Tree",
     "Where",
     "Window",
@@ -94,6 +96,7 @@ __all__ = [
     "max_logit",
     "merge",
     "recipes",
+    "shard",
     "t5_buckets",
     "testing",
     "topk_blocks",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -23,12 +23,19 @@ if TYPE_CHECKING:
     from .scores.terms import Term
 
 
+class Sharded(Protocol):
+    """What takes a call itself, such as an :class:`attnbias.Shard`: this module knows no processes."""
+
+    def attend_sharded(self, query: Tensor, key: Tensor, value: Tensor, /, **given: Any) -> Any:
+        """Run ``attention`` with these arguments."""
+
+
 @overload
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    relation: Relation | Layout | None = ...,
+    relation: Relation | Layout | Sharded | None = ...,
     *,
     return_lse: Literal[False] = ...,
     return_max: Literal[False] = ...,
@@ -40,7 +47,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    relation: Relation | Layout | None = ...,
+    relation: Relation | Layout | Sharded | None = ...,
     *,
     return_lse: Literal[True],
     return_max: Literal[False] = ...,
@@ -52,7 +59,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    relation: Relation | Layout | None = ...,
+    relation: Relation | Layout | Sharded | None = ...,
     *,
     return_lse: Literal[False] = ...,
     return_max: Literal[True],
@@ -64,7 +71,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    relation: Relation | Layout | None = ...,
+    relation: Relation | Layout | Sharded | None = ...,
     *,
     return_lse: Literal[True],
     return_max: Literal[True],
@@ -75,7 +82,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    relation: Relation | Layout | None = None,
+    relation: Relation | Layout | Sharded | None = None,
     *,
     return_lse: bool = False,
     return_max: bool = False,
@@ -101,7 +108,8 @@ def attention(
         key: [B, Hk, K, D] or [Hk, K, D]; query head h reads key head ``h // (H // Hk)``.
         value: [B, Hk, K, E] or [Hk, K, E]; E may differ from D.
         relation: which query attends to which key; a Layout is a relation made ready for these
-            lengths. None relates every pair.
+            lengths. A Shard is one over several processes, of which each passes its own queries,
+            keys and values. None relates every pair.
         terms: values added to the scores of related pairs, such as a bias by distance.
         score: None, the dot product, or an ``AdditiveScore`` or ``MultiLevel`` in its place.
         scale: factor of the score; if None, D**-0.5 for the dot product and 1 for others.
@@ -139,6 +147,10 @@ def attention(
     """
     if isinstance(query, Tensor) and is_autocast(query.device.type):
         query, key, value = _autocast(query, key, value)
+    if relation is not None and hasattr(relation, "attend_sharded"):
+        given = {"return_lse": return_lse, "return_max": return_max, "backend": backend, **options}
+        sharded: Tensor | tuple[Tensor, ...] = relation.attend_sharded(query, key, value, **given)
+        return sharded
     problem = Problem(query, key, value, relation, return_lse=return_lse, return_max=return_max, **options)
     problem.draw_seed()
     out, lse, row_max = attend(problem, dispatch.asked_for(backend))
@@ -153,7 +165,7 @@ def attention(
 def max_logit(
     query: Tensor,
     key: Tensor,
-    relation: Relation | Layout | None = None,
+    relation: Relation | Layout | Sharded | None = None,
     *,
     terms: Sequence[Term] = (),
     score: Score | None = None,

@@ -7,7 +7,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 6  # of csrc/attnbias.h
+ABI_VERSION = 7  # of csrc/attnbias.h
 REMEDY = "install g++, then pip install --force-reinstall --no-cache-dir ."
 
 

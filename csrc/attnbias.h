@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 // Grows with every change of a struct or function below; the caller compares it when it loads the library.
-#define AB_ABI_VERSION 6
+#define AB_ABI_VERSION 7
 
 enum ab_dtype { AB_FLOAT32 = 0, AB_BFLOAT16 = 1, AB_FLOAT16 = 2 };
 
@@ -86,7 +86,7 @@ typedef struct ab_call {
   int64_t bias_edge, bias_head;  // strides in elements; bias_head 0 = one value for all heads
   int64_t bias_batch;            // stride; 0 = one value for all batches
   // Added to the score of row i and key j on tiles; edges have theirs in edge_bias.
-  ab_part relative;                      // [j - i + Q - 1]
+  ab_part relative;                      // [j - i + Q - 1], counted in the whole; see q_position
   ab_part key;                           // [j]
   ab_part pair;                          // [i, j]
   ab_part grid;                          // [query_code[i] - key_code[j]]
@@ -95,8 +95,14 @@ typedef struct ab_call {
   const float *sink;                     // [H]: a logit without a value; NULL = none
   uint64_t seed, drop_below;             // dropout: 32 bits of Philox below it drop a pair; 0 = none
   int64_t q_start;                       // position of the first query: dropout and levels count positions
-  float kept_share;                      // factor of the pairs that dropout keeps, 1 / (1 - p)
-  float negative_slope;                  // of an additive score
+  // For a call that is a part of a larger problem, the positions of its rows, [Q], and keys, [K]; they
+  // increase, and follow each other inside a tile, which starts where one of the whole does. NULL = i +
+  // q_start and j. q_start is that of the whole.
+  const int32_t *q_position, *k_position;
+  int64_t q_len;                    // rows of the whole; Q without positions
+  int64_t first_batch, first_head;  // numbers of the first ones in the whole, which dropout counts
+  float kept_share;                 // factor of the pairs that dropout keeps, 1 / (1 - p)
+  float negative_slope;             // of an additive score
   // [H, D], dense: scores are sum_d additive[h, d] * LeakyReLU(q_d + k_d) instead of q.k; the layout must
   // have edges only. NULL = q.k.
   const float *additive;

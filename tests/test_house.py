@@ -35,6 +35,7 @@ LAYERS = (
     ("attnbias.backends",),
     ("attnbias.op",),
     ("attnbias.attention",),
+    ("attnbias.sharding",),
     ("attnbias.testing", "attnbias.symmetry", "attnbias.structured"),
     ("attnbias.nn", "attnbias.integrations"),
     ("attnbias",),  # its __init__ only

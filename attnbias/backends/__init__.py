@@ -9,6 +9,7 @@ and ``backward``; ``attnbias.op.dispatch`` describes both kinds and lists the ba
 ``cpu``          the C++ kernels of ``csrc/``
 ``triton``       the GPU kernels of ``kernels/``
 
-They share ``call`` (what a backend gets), ``strides`` (how results lie in memory), ``philox`` (the bits of
-dropout) and ``edge_terms`` (score terms of edges). They import layouts, scores and relations, never ``op``.
+They share ``call`` (what a backend gets), ``places`` (where its rows and keys stand in a larger problem),
+``strides`` (how results lie in memory), ``philox`` (the bits of dropout) and ``edge_terms`` (score terms of
+edges). They import layouts, scores and relations, never ``op``.
 """

@@ -16,6 +16,7 @@ from ..scores.terms import PARTS
 if TYPE_CHECKING:
     from ..layouts.layout import Layout
     from ..scores.additive import Score
+    from .places import Places
 
 
 class Inputs(NamedTuple):
@@ -106,6 +107,7 @@ class Call:
     seed: Tensor | None = None  # int64 [1], with dropout
     codes: Sequence[Tensor] = ()  # of queries [Q] and keys [K] on a grid, int32
     row_max: Tensor | None = None  # [B, H, Q], dense: forward writes the largest scores; None = not wanted
+    places: Places | None = None  # in a larger problem, whose q_start the layout has
 
     @property
     def query(self) -> Tensor:
@@ -129,8 +131,9 @@ class Call:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has no score of its own, terms, sink or dropout."""
-        return self.score is None and not self.dropout_p and all(x is None for x in self.inputs[3:])
+        """Whether it has no score of its own, terms, sink, dropout or places."""
+        is_usual = self.score is None and not self.dropout_p and self.places is None
+        return is_usual and all(x is None for x in self.inputs[3:])
 
     @property
     def additive(self) -> tuple[Tensor, float] | None:
@@ -150,6 +153,29 @@ class Call:
         """The scale, divided by the number of levels where the score divides every pair by it."""
         levels = self.multilevel
         return self.scale / len(levels.ranks) if levels and levels.normalize == "levels" else self.scale
+
+    def query_positions(self, rows: Tensor) -> Tensor:
+        """Return the positions of some rows, int64."""
+        places = self.places
+        if places is None or places.queries is None:
+            return rows + self.layout.q_start
+        return places.queries[rows].long()
+
+    def key_positions(self, keys: Tensor) -> Tensor:
+        """Return the positions of some keys, int64."""
+        return keys if self.places is None or self.places.keys is None else self.places.keys[keys].long()
+
+    def relative_entries(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """Return where the part ``relative`` has the numbers of pairs, given by rows and keys."""
+        places = self.places
+        q_len = self.query.shape[2] if places is None or places.queries is None else places.q_len
+        distances = self.key_positions(keys) - self.query_positions(rows)
+        return distances + (self.layout.q_start + q_len - 1)
+
+    @property
+    def first_numbers(self) -> tuple[int, int]:
+        """The numbers of the first batch and head, as dropout counts them."""
+        return (0, 0) if self.places is None else (self.places.first_batch, self.places.first_head)
 
     @property
     def parts(self) -> dict[str, Tensor]:

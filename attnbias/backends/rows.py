@@ -118,9 +118,9 @@ def backward(
                 weights, _, total = _edge_bias(call, tile)
                 parts = weights / total.masked_fill(total == 0, 1)[:, tile.place]  # of their pairs
                 of_edge = d_scores.flatten(1)[:, tile.place] * parts
-                grad.index_put_(_edge_places(call, tile), of_edge.double(), accumulate=True)
+                grad.index_put_(_edge_entries(call, tile), of_edge.double(), accumulate=True)
             else:
-                grad.index_put_(_places(call, part, tile), d_scores.double(), accumulate=True)
+                grad.index_put_(_entries(call, part, tile), d_scores.double(), accumulate=True)
         d_query, d_key, d_weight = _through_score(call, tile, d_scores * slope)
         grad_query[tile.queries] = d_query.to(query.dtype)
         if needs.key:
@@ -188,7 +188,7 @@ def _levels(call: Call, tile: _Tile) -> list[tuple[slice, Tensor | float]]:
     levels = call.layout.levels
     assert levels is not None  # the layout fits the score
     rows = torch.arange(tile.rows.start, tile.rows.stop, device=tile.keys.device)[:, None]
-    spread = score.spread(levels, rows + call.layout.q_start, tile.keys)
+    spread = score.spread(levels, call.query_positions(rows), call.key_positions(tile.keys))
     return [(dims, factor.to(_precision(call.query))) for dims, factor in spread]
 
 
@@ -210,7 +210,7 @@ def _scores(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor | float]:
         slope = call.scale * (1 - capped * capped)
     for part, values in call.parts.items():
         if part != "edge":
-            scores = scores + values[_places(call, part, tile)]
+            scores = scores + values[_entries(call, part, tile)]
     often = tile.counts.to(precision)  # n edges of a pair count n times
     if "edge" in call.parts:
         bias, often = (x.view_as(scores) for x in _edge_bias(call, tile)[1:])
@@ -239,14 +239,14 @@ def _through_score(call: Call, tile: _Tile, d_raw: Tensor) -> tuple[Tensor, Tens
     return d_sums.sum(2), d_sums.sum(1), d_weight.sum((1, 2))
 
 
-def _edge_places(call: Call, tile: _Tile) -> tuple[Tensor, Tensor]:
+def _edge_entries(call: Call, tile: _Tile) -> tuple[Tensor, Tensor]:
     """Return where the part of edges has their values: indices that broadcast to [n, edges]."""
     return tile.number, tile.h[:, None] % call.parts["edge"].shape[1]
 
 
 def _edge_bias(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
     """Return exp(bias - largest of its pair) [n, edges]; by pair, that largest [n, rows * m] and the sums."""
-    bias = call.parts["edge"][_edge_places(call, tile)]
+    bias = call.parts["edge"][_edge_entries(call, tile)]
     place = tile.place.expand_as(bias)
     top = bias.new_full((len(bias), tile.counts.numel()), -torch.inf).scatter_reduce(1, place, bias, "amax")
     weights = torch.exp(bias - top.masked_fill(top == -torch.inf, 0)[:, tile.place])
@@ -257,13 +257,13 @@ def _edge_bias(call: Call, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
     return weights, top, total.to(bias.dtype)
 
 
-def _places(call: Call, part: str, tile: _Tile) -> tuple[Tensor, ...]:
+def _entries(call: Call, part: str, tile: _Tile) -> tuple[Tensor, ...]:
     """Return where a part has the values of a tile's pairs: indices that broadcast to [n, rows, m]."""
-    q_len, keys = call.query.shape[2], tile.keys
+    keys = tile.keys
     rows = torch.arange(tile.rows.start, tile.rows.stop, device=keys.device)[:, None]
     index: tuple[Tensor, ...] = (rows, keys)
     if part == "relative":
-        index = (keys - rows + q_len - 1,)
+        index = (call.relative_entries(rows, keys),)
     elif part == "key":
         index = (keys.expand(len(rows), -1),)
     elif part == "grid":
@@ -294,14 +294,15 @@ def _keep(call: Call, tile: _Tile) -> Tensor | float:
     if call.dropout_p == 0:
         return 1.0
     assert call.seed is not None
-    q = torch.arange(tile.rows.start, tile.rows.stop, device=tile.keys.device)
+    rows = torch.arange(tile.rows.start, tile.rows.stop, device=tile.keys.device)
+    first_batch, first_head = call.first_numbers
     keep = keep_mask(
         call.seed,
         call.dropout_p,
-        b=tile.b[:, None, None],
-        h=tile.h[:, None, None],
-        q=q[:, None] + call.layout.q_start,
-        k=tile.keys,
+        b=tile.b[:, None, None] + first_batch,
+        h=tile.h[:, None, None] + first_head,
+        q=call.query_positions(rows[:, None]),
+        k=call.key_positions(tile.keys),
     )
     kept = 1 - call.dropout_p
     return keep.to(_precision(call.query)) / (kept if kept else 1)

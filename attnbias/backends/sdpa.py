@@ -41,6 +41,7 @@ def why_not(problem: Problem) -> list[str]:
         (problem.dropout_p > 0, "dropout_p: drops other pairs than the other backends"),
         (problem.return_lse, "return_lse: it returns none"),
         (problem.return_max, "return_max: it returns none"),
+        (problem.places is not None, "places: not supported"),
         (problem.key.shape[2] == 0, "key: rows without a key are not supported"),
     ):
         if given:

@@ -9,7 +9,7 @@ import torch
 from ..arguments import as_count
 from ..sets.bound import Bound, Place
 from ..sets.intervals import Intervals
-from .choose import DUPLICATES
+from .choose import DUPLICATES, choose_tile
 from .costs import Costs, costs_of
 from .device import lay_out
 from .fill import Form
@@ -80,8 +80,6 @@ def build_layout(
     bound = relation.bind(
         q_len, k_len, start, batch=batch, heads=heads, device=str(device), most_listed=costs.most_listed
     )
-    if form == "tiles" and bound.edges is not None:
-        bound = _without_edges(bound)
     layout = _lay_out(bound, form, tile, costs, start)
     if score is not None:
         layout = add_levels(layout, score.bind(q_len, k_len, start))
@@ -117,8 +115,25 @@ def outline_bound(bound: Bound, at: Place, tile: int) -> Outline:
     )
 
 
+def lay_out_bound(
+    bound: Bound, *, device: torch.device, form: Form, tile: int | None, q_start: int
+) -> Record:
+    """Lay out a set of pairs that is no relation's own, such as the part of one that a process holds."""
+    layout = _lay_out(bound, form, tile, costs_of(device), q_start).trust()
+    return layout if device.type == "cpu" else layout.to(device)
+
+
+def find_tile(bound: Bound, *, device: torch.device, form: Form) -> int:
+    """Return the tile size in which a bound relation is laid out; no tiles are listed."""
+    if form == "tiles" and bound.edges is not None:
+        bound = _without_edges(bound)
+    return choose_tile(bound, form, costs_of(device))
+
+
 def _lay_out(bound: Bound, form: Form, tile: int | None, costs: Costs, q_start: int) -> Record:
     """Lay ranges out in C++ where the library is there, all else with NumPy."""
+    if form == "tiles" and bound.edges is not None:
+        bound = _without_edges(bound)
     if isinstance(bound.solid, Intervals) and bound.edges is None:
         made = lay_out_ranges(bound.solid, form, tile, costs, q_start)
         if made is not None:

@@ -26,6 +26,7 @@ from .tiles import (
 
 ExactForm = Intervals | Edges | Predicate
 
+PREDICATE_TILE = 128  # evaluated pair by pair, so only one size is tried
 DUPLICATES = "form='tiles': duplicate edges count twice, which only edges can hold"
 
 
@@ -55,6 +56,17 @@ def choose(bound: Bound, form: Form, tile: int | None, costs: Costs) -> tuple[Ti
     return chosen, Edges.from_pairs(q_len, k_len, bound.group, *listed)
 
 
+def choose_tile(bound: Bound, form: Form, costs: Costs) -> int:
+    """Return the tile size that :func:`choose` takes, without the lists."""
+    if bound.solid is not None:
+        solid = bound.solid
+        return PREDICATE_TILE if isinstance(solid, Predicate) else _lighter(solid, form, None, costs)[0].tile
+    assert bound.edges is not None
+    if form == "edges" or (form == "auto" and not _may_pay(bound.edges, None, costs)):
+        return max(costs.tile)
+    return _lighter(bound.edges, form, None, costs)[0].tile
+
+
 def _may_pay(edges: Edges, tile: int | None, costs: Costs) -> bool:
     """Return whether some tile row holds so many edges that even a single tile could be less work.
 
@@ -80,8 +92,7 @@ def _lighter(
 ) -> tuple[Tiling, NDArray[np.bool_]]:
     """Return the better tile size, and which tile rows are less work as tiles than as edges."""
     best: tuple[float, Tiling, NDArray[np.bool_], float] | None = None
-    # A predicate is evaluated pair by pair, so only one size is tried.
-    for size in (tile or 128,) if isinstance(form, Predicate) else costs.sizes(tile):
+    for size in (tile or PREDICATE_TILE,) if isinstance(form, Predicate) else costs.sizes(tile):
         if best is not None and best[0] <= best[3] * costs.tile[size]:
             break  # not even tiles without waste would be less work
         area = _areas(form, size)

@@ -49,7 +49,7 @@ class _Bits:
     def __init__(self, form: Predicate, tile: int) -> None:
         self.form, self.tile = form, tile
         self.parts = [None if part is None else _Bits(part, tile) for part in form.parts]
-        self.diagonals: dict[int, Words] = {}  # of a rule on q - k: by the distance between the tiles
+        self.diagonals: dict[int, Words] = {}  # of a rule on q - k: by the distance of the first pair
 
     def of(self, row: Ints, col: Ints) -> Words:
         """Return the bits in each tile; ``row`` numbers tile rows."""
@@ -58,12 +58,12 @@ class _Bits:
         if form.source is not None:
             return self._of_parts(form.source[g], query_tile, col)
         if form.stationary:
-            return self._of_diagonals(query_tile - col)
+            return self._of_diagonals(form.query_at(query_tile * tile) - form.key_at(col * tile))
         inside = np.arange(tile)
         query = query_tile[:, None, None] * tile + inside[:, None]
         key = col[:, None, None] * tile + inside
         # Positions past the end are never valid: keep the rule's own look-ups in range.
-        query = np.minimum(query, form.q_len - 1) + form.q_start
+        query = np.minimum(query, form.q_len - 1)
         return pack_bits(form.evaluate(g[:, None, None], query, np.minimum(key, form.k_len - 1)))
 
     def _of_parts(self, source: Ints, query_tile: Ints, col: Ints) -> Words:
@@ -77,12 +77,11 @@ class _Bits:
         return words
 
     def _of_diagonals(self, distance: Ints) -> Words:
-        """Return the bits of a rule on q - k: each distance between query and key tile is tested once."""
+        """Return the bits of a rule on q - k: each distance of tiles is tested once."""
         inside, group = np.arange(self.tile), np.zeros((1, 1), np.int64)
         distinct, which = np.unique(distance, return_inverse=True)
         for each in distinct.tolist():
             if each not in self.diagonals:
                 # Only the difference counts, so the key tile may be at 0 and the query before it.
-                query = each * self.tile + inside[:, None] + self.form.q_start
-                self.diagonals[each] = pack_bits(self.form.evaluate(group, query, inside))
+                self.diagonals[each] = pack_bits(self.form.test(group, each + inside[:, None], inside))
         return np.stack([self.diagonals[each] for each in distinct.tolist()])[which.reshape(-1)]

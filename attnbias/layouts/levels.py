@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,27 @@ from .record import Record
 from .tiles import PatternBook, transpose_words
 
 
-def tile_depths(levels: Levels, header: Header, query_tile: Ints, key_tile: Ints) -> tuple[Ints, Ints]:
+class TileStarts(NamedTuple):
+    """The positions at which tiles start: a layout over a part of a problem has them anywhere."""
+
+    queries: Ints  # [q_tiles]
+    keys: Ints  # [k_tiles]
+
+    @classmethod
+    def of(cls, header: Header) -> TileStarts:
+        """Return those of a layout of consecutive queries and keys."""
+        queries, keys = np.arange(header.q_tiles), np.arange(header.k_tiles)
+        return cls(queries * header.tile + header.q_start, keys * header.tile)
+
+
+def tile_depths(
+    levels: Levels, header: Header, starts: TileStarts, query_tile: Ints, key_tile: Ints
+) -> tuple[Ints, Ints]:
     """Return how many levels all pairs of each tile share, and how many some pair of it shares."""
     tile = header.tile
-    first_q, first_k = query_tile * tile, key_tile * tile
-    last_q = np.minimum(first_q + tile, header.q_len) - 1 + header.q_start
-    last_k = np.minimum(first_k + tile, header.k_len) - 1
-    first_q = first_q + header.q_start
+    first_q, first_k = starts.queries[query_tile], starts.keys[key_tile]
+    last_q = first_q + np.minimum(tile, header.q_len - query_tile * tile) - 1
+    last_k = first_k + np.minimum(tile, header.k_len - key_tile * tile) - 1
     shallow, deep = np.zeros((2, len(query_tile)), np.int64)
     for width in levels.widths:
         if not width:
@@ -34,13 +49,19 @@ def tile_depths(levels: Levels, header: Header, query_tile: Ints, key_tile: Ints
     return shallow, deep
 
 
-def add_levels(layout: Record, levels: Levels) -> Record:
+def add_levels(layout: Record, levels: Levels, starts: TileStarts | None = None) -> Record:
     """Return the same tiles in classes 0 .. L by depth, which is also their mark, and the partial ones last.
 
     A full tile of mixed depth becomes a partial one with all its bits: kernels find the depths of the pairs
     of a partial tile from their positions.
+
+    Args:
+        layout: one of two classes.
+        levels: those of the score, at the lengths of the whole if this is a part of it.
+        starts: where tiles start; None: queries and keys are consecutive. ``stats`` does not know them.
     """
     header, fields = layout.header, layout.fields
+    starts = TileStarts.of(header) if starts is None else starts
     book = PatternBook(header.tile)
     number = book.add(fields.patterns.numpy().view(np.uint32))  # of each old pattern
 
@@ -49,7 +70,7 @@ def add_levels(layout: Record, levels: Levels) -> Record:
     def side(ptr: Tensor, tile: Tensor, mark: Tensor, order: Tensor, by_query: bool) -> Side:
         row, col, partial = _entries(ptr, tile)
         query_tile, key_tile = (row % header.q_tiles, col) if by_query else (col, row % header.k_tiles)
-        shallow, deep = tile_depths(levels, header, query_tile, key_tile)
+        shallow, deep = tile_depths(levels, header, starts, query_tile, key_tile)
         marks = shallow.copy()
         marks[partial] = number[mark[:-1].numpy()[partial]]
         mixed = ~partial & (shallow != deep)
@@ -100,6 +121,7 @@ def count_macs(layout: Record, partial: Ints) -> int:
         return 0
     row, col, _ = _entries(fields.q_ptr, fields.q_tile)
     mark = fields.q_mark[:-1].cpu().numpy().astype(np.int64)
-    mark[partial] = tile_depths(levels, header, row[partial] % max(header.q_tiles, 1), col[partial])[1]
+    query_tile, key_tile = row[partial] % max(header.q_tiles, 1), col[partial]
+    mark[partial] = tile_depths(levels, header, TileStarts.of(header), query_tile, key_tile)[1]
     dims = int(np.array((0, *levels.prefixes))[mark].sum())
     return dims * header.tile**2

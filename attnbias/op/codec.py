@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..backends.call import Call, Inputs, empty_row_numbers, parts_of
+from ..backends.places import Places
 from ..layouts.layout import Layout
 from ..relations.recipe import restore
 from ..scores.additive import AdditiveScore
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 SCHEMA = (  # extras are the other Inputs, or nothing if all are None
     "Tensor query, Tensor key, Tensor value, Tensor?[] extras, "
-    "Tensor[] codes, Tensor? seed, Tensor[] layout, SymInt q_start, float scale, float softcap, "
-    "float dropout_p, str score, str relation, str backend, bool return_max"
+    "Tensor[] codes, Tensor? seed, Tensor[] layout, Tensor[] positions, SymInt[] places, SymInt q_start, "
+    "float scale, float softcap, float dropout_p, str score, str relation, str backend, bool return_max"
 )
 # How operations are dispatched outside of an op.
 _ORDINARY = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
@@ -41,6 +42,8 @@ class Rest(NamedTuple):
     codes: list[Tensor]
     seed: Tensor | None
     layout: list[Tensor]  # a layout's buffer and where; or the tensors of a relation's recipe
+    positions: list[Tensor]  # queries and keys of Places, or nothing
+    places: list[int]  # q_len, k_len, first_batch and first_head of Places, or nothing
     q_start: int
     scale: float
     softcap: float
@@ -73,6 +76,7 @@ def encode(problem: Problem, codes: list[Tensor], backend: str | None) -> Rest:
         codes,
         problem.seed,
         layout,
+        *_write_places(problem.places),
         problem.q_start,
         problem.scale,
         problem.softcap,
@@ -88,8 +92,10 @@ def encode_call(call: Call, backend: str) -> Rest:
     """Write an eager call, whose layout and backend are known."""
     layout = [call.layout.buffer, call.layout.where]
     score = write_score(call.score)
+    positions, places = _write_places(call.places)
+    lists = (list(call.codes), call.seed, layout, positions, places)
     numbers = (call.layout.q_start, call.scale, call.softcap, call.dropout_p)
-    return Rest(list(call.codes), call.seed, layout, *numbers, score, "", backend, call.row_max is not None)
+    return Rest(*lists, *numbers, score, "", backend, call.row_max is not None)
 
 
 def join(inputs: Sequence[Tensor | None], rest: Rest) -> tuple[Any, ...]:
@@ -100,14 +106,17 @@ def join(inputs: Sequence[Tensor | None], rest: Rest) -> tuple[Any, ...]:
 
 def split(arguments: Sequence[Any]) -> tuple[Inputs, Rest]:
     """Return what :func:`join` put together."""
-    query, key, value, extras, codes, seed, layout, *rest = arguments
+    query, key, value, extras, codes, seed, *lists, q_start = arguments[:10]
     # AOTInductor hands an empty list over as None.
-    return Inputs(query, key, value, *(extras or ())), Rest(codes or [], seed, layout or [], *rest)
+    layout, positions, places = ([] if x is None else x for x in lists)
+    rest = Rest(codes or [], seed, layout, positions, places, q_start, *arguments[10:])
+    return Inputs(query, key, value, *(extras or ())), rest
 
 
 def decode(inputs: Inputs, rest: Rest) -> tuple[Call, InOp]:
     """Read the call and find its backend; a traced call is checked only now."""
-    score = own_score = read_score(rest.score)
+    score, places = read_score(rest.score), _read_places(rest)
+    own_score = score
     if isinstance(score, AdditiveScore):
         own_score = AdditiveScore(inputs.weight, score.negative_slope)
     edges = None if inputs.edge_bias is None else len(inputs.edge_bias)
@@ -124,12 +133,31 @@ def decode(inputs: Inputs, rest: Rest) -> tuple[Call, InOp]:
             sink=inputs.sink,
             dropout_p=rest.dropout_p,
             q_start=rest.q_start,
+            places=places,
         )
         layout = layout_for(problem)
     backend = dispatch.choose(problem, rest.backend or None, dispatch.IN_OP)
     numbers = (rest.scale, rest.softcap, rest.dropout_p)
     row_max = empty_row_numbers(inputs.query) if rest.return_max else None
-    return Call(inputs, layout, *numbers, score, rest.seed, rest.codes, row_max), dispatch.IN_OP[backend]
+    call = Call(inputs, layout, *numbers, score, rest.seed, rest.codes, row_max, places)
+    return call, dispatch.IN_OP[backend]
+
+
+def _write_places(places: Places | None) -> tuple[list[Tensor], list[int]]:
+    """Return ``positions`` and ``places`` of a ``Rest``; its q_start is that of the call."""
+    if places is None:
+        return [], []
+    positions = [x for x in (places.queries, places.keys) if x is not None]
+    return positions, [places.q_len, places.k_len, places.first_batch, places.first_head]
+
+
+def _read_places(rest: Rest) -> Places | None:
+    """Return what :func:`_write_places` wrote."""
+    if not rest.places:
+        return None
+    q_len, k_len, first_batch, first_head = rest.places
+    queries, keys = rest.positions or (None, None)
+    return Places(queries, keys, q_len, k_len, rest.q_start, first_batch, first_head)
 
 
 def write_score(score: Score | None) -> str:

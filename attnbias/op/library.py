@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..backends.call import Call, Grads, Inputs, Needs, empty_row_numbers
+from ..backends.places import NO_PLACES
 from ..backends.strides import empty_like_query
 from ..layouts.layout import Layout
 from . import dispatch
@@ -73,8 +75,11 @@ class _Eager(torch.autograd.Function):
         out, lse = _forward(call, dispatch.IN_OP[name])
         layout = call.layout
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, out, lse, call.seed, layout.buffer, layout.where, *call.codes)
-        ctx.rest = (name, call.scale, call.softcap, call.dropout_p, call.score)
+        places = NO_PLACES if call.places is None else call.places
+        given = call.seed, layout.buffer, layout.where, places.queries, places.keys
+        ctx.save_for_backward(*inputs, out, lse, *given, *call.codes)
+        numbers = None if call.places is None else places._replace(queries=None, keys=None)
+        ctx.rest = (name, call.scale, call.softcap, call.dropout_p, call.score, numbers)
         if call.row_max is not None:
             ctx.mark_non_differentiable(call.row_max)
         return out, lse, call.row_max
@@ -85,10 +90,12 @@ class _Eager(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Compute the gradients that are needed and no others."""
         saved = ctx.saved_tensors
-        out, lse, seed, buffer, where, *codes = saved[_INPUTS:]
-        name, scale, softcap, dropout_p, score = ctx.rest
+        out, lse, seed, buffer, where, queries, keys, *codes = saved[_INPUTS:]
+        name, scale, softcap, dropout_p, score, places = ctx.rest
+        if places is not None:
+            places = places._replace(queries=queries, keys=keys)
         inputs, layout = Inputs(*saved[:_INPUTS]), Layout(buffer, where)
-        call = Call(inputs, layout, scale, softcap, dropout_p, score, seed, codes)
+        call = Call(inputs, layout, scale, softcap, dropout_p, score, seed, codes, places=places)
         needs = Needs(*ctx.needs_input_grad[2:])
         results = (out, lse, grad_out, grad_lse)
         if _is_watched():
@@ -108,9 +115,9 @@ class _Traced(torch.autograd.Function):
         """Compute, and save what the derivative reads."""
         out, lse, row_max = _below_autograd(forward_op, _forward_real, join(inputs, rest))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, out, lse, rest.seed, *rest.codes, *rest.layout)
-        ctx.rest = rest._replace(seed=None, codes=[], layout=[], return_max=False)
-        ctx.codes = len(rest.codes)
+        ctx.save_for_backward(*inputs, out, lse, rest.seed, *rest.codes, *rest.positions, *rest.layout)
+        ctx.rest = rest._replace(seed=None, codes=[], layout=[], positions=[], return_max=False)
+        ctx.codes, ctx.positions = len(rest.codes), len(rest.positions)
         ctx.mark_non_differentiable(row_max)
         return out, lse, row_max
 
@@ -121,7 +128,9 @@ class _Traced(torch.autograd.Function):
         """Compute the gradients that are needed and no others."""
         saved = ctx.saved_tensors
         out, lse, seed, *more = saved[_INPUTS:]
-        rest = ctx.rest._replace(seed=seed, codes=more[: ctx.codes], layout=more[ctx.codes :])
+        more = iter(more)
+        codes, positions = (list(islice(more, count)) for count in (ctx.codes, ctx.positions))
+        rest = ctx.rest._replace(seed=seed, codes=codes, positions=positions, layout=list(more))
         needs = Needs(*ctx.needs_input_grad[1:])
         return None, *_call_backward(Inputs(*saved[:_INPUTS]), rest, out, lse, grad_out, grad_lse, needs)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import as_flag, check_dense
+from ..backends.places import Places
 from ..layouts.layout import Layout
 from ..layouts.overflow import raise_overflow
 from ..relations import Full
@@ -78,6 +79,8 @@ class Problem:
         enable_gqa: False refuses fewer key heads than query heads.
         return_lse: whether the caller wants the lse.
         return_max: whether the caller wants the largest score of each row.
+        places: where this stands in a larger problem of which it is a part; with positions, the relation is a
+            Layout, and their q_start is taken.
 
     Raises:
         TypeError: for an argument of the wrong kind.
@@ -89,6 +92,7 @@ class Problem:
         "form",
         "key",
         "layout",
+        "places",
         "q_start",
         "query",
         "relation",
@@ -117,6 +121,7 @@ class Problem:
     sink: Tensor | None  # [H]
     dropout_p: float
     q_start: int
+    places: Places | None
     return_lse: bool
     return_max: bool
     seed: Tensor | None  # int64 [1]: set by draw_seed
@@ -130,6 +135,7 @@ class Problem:
         *,
         return_lse: bool = False,
         return_max: bool = False,
+        places: Places | None = None,
         **options: Unpack[Options],
     ) -> None:
         given: Options = {**DEFAULTS, **options} if options else DEFAULTS
@@ -148,6 +154,9 @@ class Problem:
         self.dropout_p = _check_dropout(given["dropout_p"])
         self.terms = _check_terms(given["terms"])
         self.q_start = _resolve(given["q_start"], query, key)
+        self.places = places
+        if places is not None and places.queries is not None:
+            self.q_start = places.q_start
         self.return_lse = as_flag("return_lse", return_lse)
         self.return_max = as_flag("return_max", return_max)
         self.seed = self.relation = self.layout = None
@@ -173,7 +182,9 @@ class Problem:
         return "tiles" if self.query.shape[3] > LARGEST_ON_EDGES and not is_graph else "auto"
 
     def _fit(self) -> None:
-        """Raise unless terms, score and relation fit the lengths."""
+        """Raise unless places, terms, score and relation fit the lengths."""
+        if self.places is not None:
+            _fit_places(self.places, self)
         if self.terms or self.score is not None:
             sizes = self.sizes
             for term in self.terms:
@@ -192,10 +203,13 @@ class Problem:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes that terms are made for."""
+        """The sizes that terms are made for: with positions, the lengths are those of the whole."""
         batch, heads, q_len, _ = self.query.shape
+        k_len = self.key.shape[2]
+        if self.places is not None and self.places.queries is not None:
+            q_len, k_len = self.places.q_len, self.places.k_len
         dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
-        return Sizes(batch, heads, q_len, self.key.shape[2], self.q_start, self.query.device, dtype)
+        return Sizes(batch, heads, q_len, k_len, self.q_start, self.query.device, dtype)
 
     def draw_seed(self) -> None:
         """Draw the dropout seed from torch's generator; nothing is drawn without dropout."""
@@ -236,7 +250,8 @@ def fit_layout(layout: Layout, problem: Problem) -> None:
         )
     score = problem.score if isinstance(problem.score, MultiLevel) else None
     if score is not None or header.classes != 2:
-        wanted = None if score is None else score.bind(Q, key.shape[2], q_start)
+        sizes = problem.sizes
+        wanted = None if score is None else score.bind(sizes.q_len, sizes.k_len, q_start)
         if header.levels != wanted:
             raise ValueError(
                 f"score: this layout was built for the levels {header.levels}, the score has {wanted}; "
@@ -247,6 +262,35 @@ def fit_layout(layout: Layout, problem: Problem) -> None:
             f"relation: wanted a layout on the query's device, {query.device}, "
             f"got one on {layout.buffer.device}; use layout.to(query.device)"
         )
+
+
+def _fit_places(places: Places, problem: Problem) -> None:
+    """Raise unless positions are for the tensors of a problem, and the lengths have room for them."""
+    for name, number in (("first_batch", places.first_batch), ("first_head", places.first_head)):
+        if number < 0:
+            raise ValueError(f"places.{name}: wanted at least 0, got {number}")
+    if (places.queries is None) != (places.keys is None):
+        missing = "queries" if places.queries is None else "keys"
+        raise ValueError(f"places.{missing}: wanted positions, as the other side has them, got None")
+    device = problem.query.device
+    for name, positions, count, length in (
+        ("queries", places.queries, problem.query.shape[2], places.q_len),
+        ("keys", places.keys, problem.key.shape[2], places.k_len),
+    ):
+        if positions is None:
+            continue
+        if positions.dtype != torch.int32 or positions.shape != (count,):
+            got = f"{positions.dtype} {_shape(positions)}"
+            raise ValueError(f"places.{name}: wanted torch.int32 [{count}], got {got}")
+        if positions.device != device:
+            raise ValueError(f"places.{name}: wanted the query's device, {device}, got {positions.device}")
+        if not positions.is_contiguous():
+            raise ValueError(f"places.{name}: wanted a dense tensor, got a stride of {positions.stride(0)}")
+        if length < count:
+            raise ValueError(f"places.{name[0]}_len: wanted at least the {count} {name} here, got {length}")
+    if places.queries is not None and problem.layout is None:
+        got = repr(problem.relation)
+        raise ValueError(f"relation: wanted a Layout of the queries and keys at these places, got {got}")
 
 
 def _fit_edges(problem: Problem) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..backends import reference
 from ..backends.call import Call, Inputs, empty_row_numbers
+from ..backends.places import Places
 from ..scores.additive import AdditiveScore
 from ..scores.terms import PARTS, make_parts
 from . import dispatch
@@ -60,7 +61,8 @@ def _make_call(problem: Problem) -> Call:
         score = AdditiveScore(negative_slope=score.negative_slope)  # its weight is among the inputs
     numbers = (problem.scale, problem.softcap, problem.dropout_p)
     row_max = empty_row_numbers(problem.query) if problem.return_max else None
-    return Call(inputs, layout_for(problem), *numbers, score, problem.seed, codes, row_max)
+    layout, places = layout_for(problem), problem.places
+    return Call(inputs, layout, *numbers, score, problem.seed, codes, row_max, places)
 
 
 def _make_inputs(problem: Problem) -> tuple[Inputs, list[Tensor]]:
@@ -72,4 +74,17 @@ def _make_inputs(problem: Problem) -> tuple[Inputs, list[Tensor]]:
     if isinstance(problem.score, AdditiveScore):
         weight = problem.score.make_weight(sizes, problem.query.shape[3])
     parts, codes = make_parts(problem.terms, sizes)
+    if problem.places is not None and problem.places.queries is not None:
+        codes = _take_places(problem.places, parts, codes)
     return Inputs(*tensors, weight, *map(parts.get, PARTS)), codes
+
+
+def _take_places(places: Places, parts: dict[str, Tensor], codes: list[Tensor]) -> list[Tensor]:
+    """Reduce parts that have numbers of keys and rows of the whole to those of the call; return its codes."""
+    assert places.queries is not None and places.keys is not None
+    rows = places.queries - places.q_start
+    if "key" in parts:
+        parts["key"] = parts["key"].index_select(2, places.keys)
+    if "pair" in parts:
+        parts["pair"] = parts["pair"].index_select(2, rows).index_select(3, places.keys)
+    return [code.index_select(0, index) for code, index in zip(codes, (rows, places.keys), strict=False)]

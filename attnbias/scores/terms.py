@@ -94,6 +94,10 @@ class KernelTerm:
         """Return the term as its part, of the shape above; a batch or head size of 1 is for all."""
         raise NotImplementedError
 
+    def codes(self, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+        """Return the codes of queries and keys from which a grid's part is read; None for other parts."""
+        return None
+
     def _check(self, name: str, sizes: Sizes, *shapes: str, **options: Any) -> None:
         """Raise unless the field is a tensor as :func:`check_tensor` wants it."""
         check_tensor(f"terms: {type(self).__name__}.{name}", getattr(self, name), sizes, *shapes, **options)
@@ -419,7 +423,7 @@ def why_not_parts(terms: Sequence[Term]) -> list[str]:
         for i, term in enumerate(terms)
         if not isinstance(term, KernelTerm)
     ]
-    shapes = {term.shape for term in terms if isinstance(term, GridBias)}
+    shapes = {shape for term in terms if (shape := getattr(term, "shape", None)) is not None}
     if len(shapes) > 1:
         reasons.append(f"terms: grids of one shape, got GridBias of shapes {sorted(shapes)}")
     return reasons
@@ -437,8 +441,7 @@ def make_parts(terms: Sequence[Term], sizes: Sizes) -> tuple[dict[str, Tensor], 
         assert isinstance(term, KernelTerm)
         made = term.make_part(sizes)
         parts[term.part] = parts[term.part] + made if term.part in parts else made
-        if isinstance(term, GridBias):
-            codes = list(term.codes(sizes))
+        codes = list(term.codes(sizes) or codes)
     for name in ("relative", "key", "grid"):  # small: summing over batch and heads can be left to autograd
         if name in parts:
             parts[name] = parts[name].expand(sizes.batch, sizes.heads, -1)

@@ -3,7 +3,7 @@
 A bound relation (``bound``) holds its pairs as ranges of keys in each row (``intervals``, which also has
 the rows and groups that the forms share), one by one (``edges``), or as a test on each pair
 (``predicate``). ``inclusion`` decides whether one set lies in another; ``permute`` puts
-ranges in another order; ``sort`` sorts edges in C++. Two
+ranges in another order; ``select`` keeps some queries and keys; ``sort`` sorts edges in C++. Two
 records pass between other folders: ``pairs``, a relation's pairs on a GPU, and ``levels``, the blocks of a
 multi-level score.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,13 @@ from .intervals import Intervals, Ints, pointer
 Related = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 PAIRS_AT_ONCE = 1 << 22  # bounds the memory of one evaluation: a bool per pair, a few int64 on the way
+
+
+class Positions(NamedTuple):
+    """Where queries and keys stand that do not follow one another: some of a larger set."""
+
+    query: Ints  # [q_len], increasing inside of each tile by 1
+    key: Ints  # [k_len]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +43,7 @@ class Predicate:
     source: Ints | None = None
     also: Intervals | None = None  # pairs outside of the bound that are related, whatever the rule says
     is_implied: bool = False  # the rule holds nowhere outside of the bound
+    at: Positions | None = None  # None: query i stands at q_start + i, key j at j
 
     @property
     def extent(self) -> Intervals:
@@ -80,12 +89,12 @@ class Predicate:
 
     def with_rule(self, bound: Intervals, related: Related, stationary: bool) -> Predicate:
         """Return another set: all pairs inside the bound for which the rule holds."""
-        return Predicate(bound, related, self.q_start, stationary, self.device)
+        return Predicate(bound, related, self.q_start, stationary, self.device, at=self.at)
 
     def contains(self, row: Ints, key: Ints) -> NDArray[np.bool_]:
         """Return whether each pair (row, key) is related."""
         g, query = np.divmod(row, max(self.q_len, 1))
-        found = self.evaluate(g, query + self.q_start, key) & self.bound.contains(row, key)
+        found = self.evaluate(g, query, key) & self.bound.contains(row, key)
         return found if self.also is None else found | self.also.contains(row, key)
 
     def counts(self) -> Ints:
@@ -100,23 +109,36 @@ class Predicate:
         for first in range(0, rows, step):
             row = np.arange(first, min(first + step, rows))
             g, query = np.divmod(row[:, None], self.q_len)
-            found = self.evaluate(g, query + self.q_start, np.arange(self.k_len))
+            found = self.evaluate(g, query, np.arange(self.k_len))
             counts[row] = (found & bound.take_rows(row, len(row)).dense()).sum(1)
         return counts
 
     def _counts_by_distance(self) -> Ints:
         """Count a rule on q - k: each distance is tested once, and ranges of keys are ranges of distances."""
         bound = self.bound
-        least = self.q_start - self.k_len  # one below the smallest distance
-        distance = np.arange(least + 1, self.q_start + self.q_len)
+        position = self.query_at(bound.row % max(self.q_len, 1))
+        low, high = position - self.key_at(bound.stop - 1), position - self.key_at(bound.start)
+        least = int(low.min(initial=0))
+        distance = np.arange(least, int(high.max(initial=-1)) + 1)
         group, key = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        below = pointer(self.evaluate(group, distance, key))  # related distances up to each
-        position = bound.row % max(self.q_len, 1) + self.q_start
-        inside = below[position - bound.start - least] - below[position - bound.stop - least]
+        below = pointer(self.test(group, distance, key))  # related distances below each
+        inside = below[high + 1 - least] - below[low - least]
         return np.bincount(bound.row, weights=inside, minlength=bound.rows).astype(np.int64)
 
+    def query_at(self, query: Ints) -> Ints:
+        """Return the positions of queries by their numbers."""
+        return query + self.q_start if self.at is None else self.at.query[query]
+
+    def key_at(self, key: Ints) -> Ints:
+        """Return the positions of keys by their numbers."""
+        return key if self.at is None else self.at.key[key]
+
     def evaluate(self, g: Ints, query: Ints, key: Ints) -> NDArray[np.bool_]:
-        """Return whether the rule holds for queries at these positions; the three broadcast together."""
+        """Return whether the rule holds for queries and keys by their numbers; the three broadcast."""
+        return self.test(g, self.query_at(query), self.key_at(key))
+
+    def test(self, g: Ints, query: Ints, key: Ints) -> NDArray[np.bool_]:
+        """Return whether the rule holds at these positions; the three broadcast together."""
         batch, head = self._example()
         q, k, b, h = (torch.as_tensor(x, device=self.device) for x in (query, key, batch[g], head[g]))
         value = torch.broadcast_to(

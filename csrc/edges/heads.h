@@ -226,11 +226,11 @@ static void drop_heads(const Single<T> &a, int64_t i, const int32_t *key, int64_
   for (int64_t at = 0; at < n * L; at += VL) {
     U keys, heads;
     for (int64_t l = 0; l < VL; l++) {
-      keys[l] = (uint32_t)key[min64((at + l) / L, n - 1)];
-      heads[l] = (uint32_t)(a.head + (at + l) % L);
+      keys[l] = (uint32_t)key_position(a.call, key[min64((at + l) / L, n - 1)]);
+      heads[l] = (uint32_t)((at + l) % L);
     }
-    const U position = splat((uint32_t)i + dropout.q_start);
-    const F share = dropout.share(keys, position, heads, splat((uint32_t)a.batch));
+    const U position = splat((uint32_t)query_position(a.call, i));
+    const F share = dropout.share(keys, position, dropout.head(a.head) + heads, dropout.batch(a.batch));
     store(numbers + at, load(numbers + at) * share);
   }
 }

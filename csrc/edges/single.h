@@ -2,6 +2,7 @@
 #pragma once
 
 #include "edges/rows.h"
+#include "places.h"
 #include "simd/philox.h"
 #include "score.h"
 
@@ -139,14 +140,14 @@ struct Single {
   void drop(const int32_t *row, const int32_t *key, int64_t one, int64_t n, float *numbers) const {
     if (!call.drop_below) return;
     const Dropout dropout(call);
+    U rows = splat(row ? 0u : (uint32_t)query_position(call, one));
+    U keys = splat(key ? 0u : (uint32_t)key_position(call, one));
     for (int64_t j = 0; j < n; j += VL) {
-      U rows = splat((uint32_t)one), keys = rows;
       for (int64_t l = 0; l < VL && j + l < n; l++) {
-        if (row) rows[l] = (uint32_t)row[j + l];
-        if (key) keys[l] = (uint32_t)key[j + l];
+        if (row) rows[l] = (uint32_t)query_position(call, row[j + l]);
+        if (key) keys[l] = (uint32_t)key_position(call, key[j + l]);
       }
-      const F share =
-          dropout.share(keys, rows + dropout.q_start, splat((uint32_t)head), splat((uint32_t)batch));
+      const F share = dropout.share(keys, rows, dropout.head(head), dropout.batch(batch));
       store(numbers + j, load(numbers + j) * share);
     }
   }

@@ -125,7 +125,7 @@ static void backward_item(const ab_call &call, const Item &item, float *parts, i
   TermSums *terms = turn ? memory.cut<TermSums>(share) : nullptr;
   if (terms) {
     for (int64_t s = 0; s < share; s++) {
-      terms[s] = TermSums(call, call.Q, chunk_keys(call), memory);
+      terms[s] = TermSums(call, call.Q, chunk_span(call), memory);
       terms[s].clear(call, 0, call.Q, begin * tile, min64(stop * tile, call.K));
     }
   }
@@ -176,7 +176,7 @@ static int32_t backward(const ab_call &call, Arena scratch) {
   FewGradients(call, share * call.Q, needed);
   if (turns) {
     needed.cut<TermSums>(share);
-    for (int64_t s = 0; s < share; s++) TermSums(call, call.Q, chunk_keys(call), needed);
+    for (int64_t s = 0; s < share; s++) TermSums(call, call.Q, chunk_span(call), needed);
   }
   int32_t status =
       run_together(call, chunks, needed.bytes, [&](int64_t b, int64_t h, int64_t c, Arena memory) {

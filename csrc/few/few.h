@@ -30,6 +30,11 @@ AB_INLINE int64_t chunk_keys(const ab_call &call) {
   return (divide_up(divide_up(call.K, call.layout.tile), chunks_of(call)) + 1) * call.layout.tile;
 }
 
+// Positions from the first key to the last of such a part, at most.
+AB_INLINE int64_t chunk_span(const ab_call &call) {
+  return call.k_position ? key_span(call, 0, call.K) : chunk_keys(call);
+}
+
 // A thread's memory for rows of queries and a tile of keys; both passes have more.
 struct FewBuffer {
   int64_t width, value_width;     // D and E rounded up to VL
@@ -69,7 +74,7 @@ struct FewBuffer {
                              int64_t first, int64_t count) {
     if (bias) fill_row(call, b, h, i, start + first, count - first, bias + first);
     if (!call.drop_below) return nullptr;
-    Dropout(call).row_bits(b, h, i, start, n, bits);
+    Dropout(call).row_bits(b, h, query_position(call, i), key_position(call, start), n, bits);
     return bits;
   }
 };

@@ -1,6 +1,6 @@
 // Dropout: which pairs are kept, from Philox4x32-7 as attnbias/backends/philox.py has it. The key is the
-// seed, the counter (key / 4, query position, head, batch), and a pair has word key % 4: so the bits are
-// the same in both passes, for every tiling and number of threads.
+// seed, the counter (key position / 4, query position, head, batch), and a pair has word key position % 4:
+// so the bits are the same in both passes, for every tiling and number of threads.
 #pragma once
 
 #include "simd/simd.h"
@@ -53,14 +53,19 @@ struct Philox {
 struct Dropout {
   uint64_t seed;
   uint32_t limit;  // the largest word that drops its pair
-  uint32_t q_start;
+  uint32_t first_batch, first_head;
   float kept;  // factor of the weights that are kept
 
   explicit Dropout(const ab_call &call)
       : seed(call.seed),
         limit((uint32_t)(call.drop_below - 1)),
-        q_start((uint32_t)call.q_start),
+        first_batch((uint32_t)call.first_batch),
+        first_head((uint32_t)call.first_head),
         kept(call.kept_share) {}
+
+  // Numbers of a batch and a head, as counters have them.
+  AB_LAMBDA U batch(int64_t b) const { return splat((uint32_t)b + first_batch); }
+  AB_LAMBDA U head(int64_t h) const { return splat((uint32_t)h + first_head); }
 
   // The four words of each lane's counter.
   AB_LAMBDA void words(U quad, U position, U head, U batch, U word[4]) const {
@@ -86,16 +91,15 @@ struct Dropout {
     return chosen > splat(limit) ? splat(kept) : F{};
   }
 
-  // Where `row` is kept, a bit for each of `count` keys from `key` on, a multiple of 4: bits
-  // [(count + 63) / 64 * 2].
-  void row_bits(int64_t b, int64_t h, int64_t row, int64_t key, int64_t count, uint32_t *bits) const {
+  // Where the query at `position` is kept, a bit for each of `count` keys from position `key` on, a
+  // multiple of 4: bits [(count + 63) / 64 * 2].
+  void row_bits(int64_t b, int64_t h, int64_t position, int64_t key, int64_t count, uint32_t *bits) const {
     U lane;
     for (int l = 0; l < VL; l++) lane[l] = (uint32_t)l;
     for (int64_t w = 0; w < (count + 63) / 64 * 2; w++) bits[w] = 0;
     for (int64_t j = 0; j < count; j += 4 * VL) {
       U word[4], nibbles = U{};
-      words(splat((uint32_t)(key + j) >> 2) + lane, splat((uint32_t)row + q_start), splat((uint32_t)h),
-            splat((uint32_t)b), word);
+      words(splat((uint32_t)(key + j) >> 2) + lane, splat((uint32_t)position), head(h), batch(b), word);
       AB_UNROLL
       for (int i = 0; i < 4; i++) nibbles |= (U)(word[i] > splat(limit)) & (1u << i);
       for (int l = 0; l < VL; l++) {

@@ -239,7 +239,8 @@ static void add_d_queries(const ab_call &call, const BackwardBuffer &buffer, Row
 static void read_levels(const ab_call &call, const BackwardBuffer &buffer, int64_t b, int64_t h, int64_t i,
                         int64_t j, int64_t key_count, bool full, int32_t mark, Meeting &meeting) {
   const Levels levels(call);
-  meeting.depths = buffer.blocks.fill(levels, full, mark, i, meeting.count, j, key_count);
+  meeting.depths = buffer.blocks.fill(levels, full, mark, query_position(call, i), meeting.count,
+                                      key_position(call, j), key_count);
   const int64_t columns = levels.prefix(meeting.depths.deep);
   copy_rows(call.q, b, h, i, meeting.count, columns, buffer.width, buffer.queries);
   multiply_columns(buffer.queries, buffer.width, meeting.count, columns, buffer.factors);
@@ -291,7 +292,8 @@ static void backward_meeting(const ab_call &call, const BackwardShared &shared, 
   for (int64_t i = 0; i < meeting.count; i++) score.split(lse[i], buffer.lse + i, buffer.lse_rest + i);
   if (M::TERMS && buffer.kept)
     for (int64_t i = 0; i < meeting.count; i++)
-      Dropout(call).row_bits(item.b, h, first + i, item.tile * tile, key_count,
+      Dropout(call).row_bits(item.b, h, query_position(call, first + i),
+                             key_position(call, item.tile * tile), key_count,
                              buffer.kept + i * (tile / 32));
   if (M::TERMS && score.biased)
     for (int64_t i = 0; i < meeting.count; i++)
@@ -338,13 +340,13 @@ static void backward_meeting(const ab_call &call, const BackwardShared &shared, 
 // Start the sums of terms of a key tile, for the first to the last query that it meets.
 AB_INLINE void start_terms(const ab_call &call, const int32_t *bounds, int64_t key, int64_t n,
                            TermSums &terms) {
-  int64_t low = call.Q, high = 1;
+  int64_t low = call.Q, high = 0;
   for (int64_t i = bounds[0]; i < bounds[call.layout.classes]; i++) {
     const int64_t at = call.layout.k_tile[i] * call.layout.tile;
     low = min64(low, at);
     high = max64(high, min64(at + call.layout.tile, call.Q));
   }
-  terms.clear(call, min64(low, high - 1), high, key, key + n);
+  terms.clear(call, low, high, key, key + n);
 }
 
 // One key tile of one key head, with all query heads that read it.
@@ -352,7 +354,7 @@ template <class M>
 static void backward_item(const ab_call &call, const BackwardShared &shared, const Item &item,
                           Arena memory) {
   BackwardBuffer buffer(call, memory);
-  TermSums terms(call, call.Q, call.layout.tile, memory);
+  TermSums terms(call, query_span(call, 0, call.Q), call.layout.tile, memory);
   const ab_layout &layout = call.layout;
   const int64_t tile = layout.tile, first = item.tile * tile, n = min64(tile, call.K - first);
   const int64_t tiles = divide_up(call.K, tile), share = call.H / call.Hk;
@@ -425,7 +427,7 @@ static int32_t backward(const ab_call &call, Arena scratch) {
   if (status != AB_OK) return status;
   Arena needed;
   BackwardBuffer(call, needed);
-  TermSums(call, call.Q, layout.tile, needed);
+  TermSums(call, query_span(call, 0, call.Q), layout.tile, needed);
   return run_together(call, k_tiles, needed.bytes, [&](int64_t b, int64_t h, int64_t t, Arena memory) {
     with_mode(has_terms(call) || call.drop_below, has_levels(call),
               [&](auto mode) { backward_item<decltype(mode)>(call, shared, {b, h, 0, t}, memory); });

@@ -152,14 +152,15 @@ AB_INLINE void add_values(Rows values, Rows probs, const Run *runs, int64_t coun
 static void drop_keys(const ab_call &call, const Block &block, const Panel &panel, const Run *runs,
                       int64_t count, float *weights) {
   const Dropout dropout(call);
+  const int64_t first = query_position(call, panel.first), first_key = key_position(call, block.first);
   U position[2];
   for (int c = 0; c < 2; c++)
-    for (int l = 0; l < VL; l++) position[c][l] = (uint32_t)(panel.first + c * VL + l) + dropout.q_start;
-  const U head = splat((uint32_t)panel.h), batch = splat((uint32_t)panel.b), limit = splat(dropout.limit);
+    for (int l = 0; l < VL; l++) position[c][l] = (uint32_t)(first + c * VL + l);
+  const U head = dropout.head(panel.h), batch = dropout.batch(panel.b), limit = splat(dropout.limit);
   for (const Run *run = runs; run < runs + count; run++) {
     const int64_t end = run->first + run->count;
     for (int64_t j = run->first / 4 * 4; j < end; j += 4) {
-      const U quad = splat((uint32_t)(block.first + j) >> 2);
+      const U quad = splat((uint32_t)(first_key + j) >> 2);
       AB_UNROLL
       for (int c = 0; c < 2; c++) {
         U word[4];
@@ -316,9 +317,11 @@ static void forward_item(const ab_call &call, const Item &item, Arena memory) {
     Block block = {{}, {}, start, min64(tile, call.K - start), nullptr, {}, 1.0f};
     if (!full) block.bits = layout.patterns_t + mark * tile * (tile / 32);
     // Adjacent full tiles of one depth are one block.
+    const int64_t key = key_position(call, start);
     const auto continues = [&](int64_t next) {
       return next < partial && block.count < BLOCK_KEYS &&
              layout.q_tile[next] * tile == start + block.count &&
+             key_position(call, start + block.count) == key + block.count &&
              (!M::LEVELS || layout.q_mark[next] == mark);
     };
     i++;
@@ -327,7 +330,8 @@ static void forward_item(const ab_call &call, const Item &item, Arena memory) {
     int64_t D = call.D;
     if constexpr (M::LEVELS) {
       const Levels levels(call);
-      const Depths found = buffer.blocks.fill(levels, full, mark, first, n, start, block.count);
+      const int64_t query = query_position(call, first);
+      const Depths found = buffer.blocks.fill(levels, full, mark, query, n, key, block.count);
       const bool linear = !M::TERMS && !score.capped;
       if (linear && found.shallow == found.deep) block.share = levels.share(found.deep);
       block.depths = found;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "items.h"
+#include "places.h"
 #include "simd/pack.h"
 
 namespace AB_ISA::tiles {
@@ -22,14 +23,12 @@ struct Levels {
   const int64_t *widths, *prefixes;
   int count;
   bool per_pair;
-  int64_t q_start;
 
   explicit Levels(const ab_call &call)
       : widths(call.layout.levels),
         prefixes(call.layout.levels + call.layout.classes - 2),
         count(call.layout.classes - 2),
-        per_pair(call.per_pair != 0),
-        q_start(call.q_start) {}
+        per_pair(call.per_pair != 0) {}
 
   int64_t prefix(int depth) const { return depth ? prefixes[depth - 1] : 0; }
   float share(int depth) const { return per_pair && depth ? 1.0f / (float)depth : 1.0f; }
@@ -49,12 +48,11 @@ struct Levels {
     return position >= 0 ? position / width : -((width - 1 - position) / width);
   }
 
-  // The depths of queries [i, i + n) with keys [j, j + m).
+  // The depths of queries at positions [i, i + n) with keys at [j, j + m).
   Depths of_tile(int64_t i, int64_t n, int64_t j, int64_t m) const {
     Depths found = {0, 0};
     for (int l = 0; l < count; l++) {
-      const int64_t a = block(l, i + q_start), b = block(l, i + q_start + n - 1);
-      const int64_t c = block(l, j), d = block(l, j + m - 1);
+      const int64_t a = block(l, i), b = block(l, i + n - 1), c = block(l, j), d = block(l, j + m - 1);
       if (a > d || c > b) break;
       found.deep++;
       found.shallow += a == b && c == d && a == c;
@@ -88,13 +86,13 @@ struct TileBlocks {
     keys = memory.cut<int32_t>(row * (call.layout.classes - 2));
   }
 
-  // Number the blocks of queries [i, i + n) and keys [j, j + m) where their depths differ, and return
-  // these; the mark of a full tile is its one depth.
+  // Number the blocks of queries at positions [i, i + n) and keys at [j, j + m) where their depths differ,
+  // and return these; the mark of a full tile is its one depth.
   Depths fill(const Levels &levels, bool full, int32_t mark, int64_t i, int64_t n, int64_t j,
               int64_t m) const {
     const Depths depths = full ? Depths{mark, mark} : levels.of_tile(i, n, j, m);
     if (depths.shallow == depths.deep) return depths;
-    levels.fill_blocks(depths, i + levels.q_start, n, row, queries, row);
+    levels.fill_blocks(depths, i, n, row, queries, row);
     levels.fill_blocks(depths, j, m, row, keys, row);
     return depths;
   }

@@ -19,7 +19,7 @@ struct PanelBias {
   // The relative bias of query first + l and key r of the block is at l + (size - 1 - r).
   alignas(64) float diagonals[BLOCK_KEYS + LANES];
 
-  // For queries [i, i + n) and keys [j, j + m).
+  // For queries [i, i + n) of a tile and keys [j, j + m), whose positions follow each other.
   PanelBias(const ab_call &call, int64_t b, int64_t h, int64_t i, int64_t n, int64_t j, int64_t m)
       : relative(part_of(call.relative, b, h)),
         key(part_of(call.key, b, h)),
@@ -35,7 +35,7 @@ struct PanelBias {
     if (grid)
       for (int64_t l = 0; l < LANES; l++) codes[l] = call.query_code[i + min64(l, n - 1)];
     if (!relative) return;
-    const int64_t at = j + m - 1 - i + call.Q - 1;
+    const int64_t at = distance_of(call, i, j) + m - 1;
     for (int64_t d = 0; d < m - 1 + LANES; d++) diagonals[d] = d <= at ? relative[at - d] : 0;
   }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "items.h"
+#include "places.h"
 #include "simd/pack.h"
 
 namespace AB_ISA::tiles {
@@ -40,7 +41,7 @@ static void fill_row(const ab_call &call, int64_t b, int64_t h, int64_t i, int64
   const float *relative = part_of(call.relative, b, h), *key = part_of(call.key, b, h);
   const float *pair = part_of(call.pair, b, h), *grid = part_of(call.grid, b, h);
   const int64_t column = call.pair.column;
-  relative = relative ? relative + (j - i + call.Q - 1) : nullptr;
+  relative = relative ? relative + distance_of(call, i, j) : nullptr;
   key = key ? key + j : nullptr;
   pair = pair ? pair + i * call.pair.row + j * column : nullptr;
   for (int64_t c = 0; c < count; c += VL) {
@@ -71,7 +72,7 @@ struct TermSums {
   float *relative, *grid;  // NULL = not wanted
   int64_t first, count, grid_size;
 
-  // Cut room for the distances of `queries` and `keys` from `memory`.
+  // Cut room for the distances of queries and keys with these spans from `memory`.
   TermSums(const ab_call &call, int64_t queries, int64_t keys, Arena &memory)
       : relative(nullptr), grid(nullptr), first(0), count(0), grid_size(call.grid_size) {
     if (call.relative.grad) relative = memory.cut<float>(queries + keys + VL);
@@ -80,8 +81,9 @@ struct TermSums {
 
   // Start from 0, for queries [i, i_stop) and keys [j, j_stop).
   void clear(const ab_call &call, int64_t i, int64_t i_stop, int64_t j, int64_t j_stop) {
-    first = j - (i_stop - 1) + call.Q - 1;
-    count = (i_stop - i) + (j_stop - j) - 1;
+    const bool some = i < i_stop && j < j_stop;
+    first = some ? distance_of(call, i_stop - 1, j) : 0;
+    count = some ? query_span(call, i, i_stop) + key_span(call, j, j_stop) - 1 : 0;
     if (relative) memset(relative, 0, (size_t)(count + VL) * sizeof(float));
     if (grid) memset(grid, 0, (size_t)grid_size * sizeof(float));
   }
@@ -93,7 +95,7 @@ struct TermSums {
     float *key = call.key.grad, *pair = call.pair.grad;
     if (key) key += b * call.key.grad_batch + h * call.key.grad_head + j;
     if (pair) pair += b * call.pair.grad_batch + h * call.pair.grad_head + i * call.K + j;
-    float *distances = relative ? relative + (j - i + call.Q - 1 - first) : nullptr;
+    float *distances = relative ? relative + (distance_of(call, i, j) - first) : nullptr;
     for (int64_t c = 0; c < n; c += VL) {
       auto add_to = [&](float *to) AB_LAMBDA {
         store_first(to + c, load_first(to + c, n - c) + load(gradients + c), n - c);

@@ -85,6 +85,7 @@ class Stub:
     dropout_p: float = 0.0
     q_start: int = 0
     seed: torch.Tensor | None = None
+    places: object = None
 
 
 def problem(query, key, value, relation=None, **options):

@@ -218,7 +218,14 @@ def test_rows_agrees_with_the_plain_reference(name):
     def run(query, key, value, sink=None):
         given = {"sink": sink, "scale": 8**-0.5, "softcap": 0.0, "dropout_p": 0.0, "seed": SEED}
         given |= {name: x for name, x in options.items() if name != "sink"}
-        given |= {"layout": layout, "relation": None, "terms": (), "score": None, "q_start": -4}
+        given |= {
+            "layout": layout,
+            "relation": None,
+            "terms": (),
+            "score": None,
+            "q_start": -4,
+            "places": None,
+        }
         return reference.attend(SimpleNamespace(query=query, key=key, value=value, **given))
 
     mine = differentiate(run_rows(layout, options), leaves_of(made, options))

@@ -7,6 +7,9 @@ tiles              relations, shapes and comparisons for tile kernels, C++ and T
 terms              score terms of every kind, compared with float64 on any backend
 scores             additive scores and edge terms for Triton kernels
 relations          relations that hold data
+processes          processes on this machine that form a group
+sharded            what they compute: problems whole and sharded
+places             parts of a problem, computed at their places, compared with the whole
 compiled           modules with attention, compiled or exported, compared with eager ones
 reads              counts what the host reads from tensors
 interpreter        runs a test file again in Triton's interpreter

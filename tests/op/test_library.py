@@ -23,13 +23,27 @@ def leaves(Q=33, K=33, **kwargs):
     return make_inputs(0, **(sizes | kwargs))
 
 
-def op_arguments(q, k, v, relation, *, traced=False, sink=None, seed=None, dropout_p=0.0, return_max=False):
+def op_arguments(
+    q,
+    k,
+    v,
+    relation,
+    *,
+    traced=False,
+    sink=None,
+    seed=None,
+    dropout_p=0.0,
+    return_max=False,
+    positions=(),
+    places=(),
+):
     """Return the arguments of the op, as in eager or as in a traced call."""
     layout = relation if isinstance(relation, ab.Layout) else relation.layout(q.shape[2], k.shape[2])
     tensors, text = [layout.buffer, layout.where], ""
     if traced and layout is not relation:
         tensors, text = list(relation.recipe.data), relation.recipe.text
-    rest = Rest([], seed, tensors, 0, 0.3, 2.0, dropout_p, "", text, "" if traced else "rows", return_max)
+    lists = ([], seed, tensors, list(positions), list(places))
+    rest = Rest(*lists, 0, 0.3, 2.0, dropout_p, "", text, "" if traced else "rows", return_max)
     return join(Inputs(q, k, v, sink), rest)
 
 
@@ -41,6 +55,14 @@ CASES = {
     "sink": {"sink": torch.arange(4.0, requires_grad=True)},
     "dropout": {"seed": torch.tensor([77]), "dropout_p": 0.5},
     "maximum": {"return_max": True},
+    "places": {
+        "relation": EMPTY_ROWS.layout(33, 33),
+        "positions": [torch.arange(64, 97, dtype=torch.int32)] * 2,
+        "places": [97, 97, 1, 2],
+        "seed": torch.tensor([77]),
+        "dropout_p": 0.5,
+    },
+    "places of heads": {"places": [0, 0, 0, 2], "seed": torch.tensor([77]), "dropout_p": 0.5, "traced": True},
 }
 
 

@@ -103,6 +103,8 @@ EXTRAS = Struct(
     sink=POINTER,
     **_each("seed drop_below", UINT64),
     q_start=INT64,
+    **_each("q_position k_position", POINTER),
+    **_each("q_len first_batch first_head", INT64),
     **_each("kept_share negative_slope", FLOAT32),
     **_each("additive dadditive", POINTER),
     per_pair=INT64,

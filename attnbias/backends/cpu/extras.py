@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import edge_terms
 from ..call import NO_NEEDS, Needs, name_parts, parts_needed
+from ..places import NO_PLACES
 from .abi import EXTRAS, address, pack_part
 
 if TYPE_CHECKING:
@@ -25,12 +26,12 @@ class Extras:
     otherwise they get one number per edge, whose gradient ``finish`` takes back to the parts.
     """
 
-    __slots__ = ("call", "d_edge_bias", "d_weight", "edge_places", "grads", "kept", "packed")
+    __slots__ = ("call", "d_edge_bias", "d_weight", "edge_entries", "grads", "kept", "packed")
 
     def __init__(self, call: Call, needs: Needs = NO_NEEDS) -> None:
         self.call = call
         self.d_edge_bias: Tensor | None = None  # where it has to go back to the parts
-        self.edge_places: dict[str, tuple[Tensor, ...]] = {}
+        self.edge_entries: dict[str, tuple[Tensor, ...]] = {}
         parts = call.parts
         # The kernels want dense rows of all parts but pairs and edges.
         dense = {
@@ -57,6 +58,7 @@ class Extras:
             sink=address(sink),
             **_dropout(call),
             q_start=call.layout.q_start,
+            **_places(call),
             negative_slope=negative_slope,
             additive=address(weight),
             dadditive=address(d_weight),
@@ -73,14 +75,14 @@ class Extras:
             grad = grads.get("edge")
             batch, head, edge = 0, int(bias.shape[1] > 1), bias.stride(0)
         elif parts and self.call.layout.edges:
-            self.edge_places = edge_terms.find_places(self.call)
-            bias = edge_terms.add_up(self.call, self.edge_places)
+            self.edge_entries = edge_terms.find_entries(self.call)
+            bias = edge_terms.add_up(self.call, self.edge_entries)
             grad = self.d_edge_bias = torch.zeros_like(bias) if grads else None
             batch, head, edge = bias.stride()
         else:
             return None, {}
         return bias, {
-            "bias_by_place": bool(self.edge_places),
+            "bias_by_place": bool(self.edge_entries),
             "edge_bias": bias.data_ptr(),
             "dedge_bias": address(grad),
             "bias_edge": edge,
@@ -91,8 +93,20 @@ class Extras:
     def finish(self) -> dict[str, Tensor | None]:
         """Return the gradients of the score's weight and of the parts, by the names of ``Grads``."""
         if self.d_edge_bias is not None:
-            edge_terms.take_back(self.d_edge_bias, self.edge_places, self.grads)
+            edge_terms.take_back(self.d_edge_bias, self.edge_entries, self.grads)
         return {"weight": self.d_weight, **name_parts(self.grads)}
+
+
+def _places(call: Call) -> dict[str, int]:
+    """Return where rows and keys stand, and the numbers of the first batch and head."""
+    places = NO_PLACES if call.places is None else call.places
+    return {
+        "q_position": address(places.queries),
+        "k_position": address(places.keys),
+        "q_len": call.query.shape[2] if places.queries is None else places.q_len,
+        "first_batch": places.first_batch,
+        "first_head": places.first_head,
+    }
 
 
 def _dropout(call: Call) -> dict[str, Any]:

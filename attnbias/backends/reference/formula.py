@@ -117,7 +117,10 @@ def _strip(
         probs, lse, index, heads = _weigh(problem, query, key, start, stop)
         if problem.dropout_p > 0:
             assert problem.seed is not None
-            keep = keep_mask(problem.seed, problem.dropout_p, *index)
+            b, h, q, k = index
+            if problem.places is not None:
+                b, h = b + problem.places.first_batch, h + problem.places.first_head
+            keep = keep_mask(problem.seed, problem.dropout_p, b, h, q, k)
             kept = 1 - problem.dropout_p
             probs = (probs / kept if kept else probs).masked_fill(~keep, 0)
         out = torch.einsum("bgrqk,bgke->bgrqe", torch.unflatten(probs, 1, heads), value)
@@ -144,6 +147,10 @@ def _score(
         q=torch.arange(start, stop, device=query.device).view(1, 1, -1, 1) + problem.q_start,
         k=torch.arange(K, device=query.device).view(1, 1, 1, -1),
     )
+    places = problem.places
+    if places is not None and places.queries is not None and places.keys is not None:
+        q, k = places.queries[start:stop].long(), places.keys.long()
+        index = index._replace(q=q.view(1, 1, -1, 1), k=k.view(1, 1, 1, -1))
     heads = (Hk, H // Hk if Hk else 1)  # query heads by the key head they share
     rows = query[:, :, start:stop]
 
@@ -154,7 +161,7 @@ def _score(
     if problem.score is None:
         scores = multiply(slice(None))
     elif isinstance(problem.score, MultiLevel):
-        levels = problem.score.bind(query.shape[2], K, problem.q_start)
+        levels = problem.score.bind(problem.sizes.q_len, problem.sizes.k_len, problem.q_start)
         scores = problem.score.compare(levels, index.q, index.k, multiply)
     else:
         keys = key.repeat_interleave(heads[1], 1)

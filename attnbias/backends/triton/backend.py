@@ -49,6 +49,7 @@ def why_not(problem: Problem) -> list[str]:
     refused = (
         (no_bits, "dtype: Triton's interpreter computes with the bits of bfloat16, not with its numbers"),
         (query.dtype not in DTYPES, f"dtype: float32, float16 or bfloat16, got {query.dtype}"),
+        (problem.places is not None, "places: not supported"),
         (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
     )
     return [words for is_so, words in refused if is_so] + why_not_terms(problem.terms, problem.score)

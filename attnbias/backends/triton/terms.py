@@ -54,7 +54,7 @@ def bias_of_edges(call: Call) -> Tensor | None:
     if list(parts) == ["edge"]:
         bias = parts["edge"]
         return bias if bias.shape[1] > 1 else bias[:, 0]
-    return edge_terms.add_up(call, edge_terms.find_places(call))
+    return edge_terms.add_up(call, edge_terms.find_entries(call))
 
 
 class Gradients:
@@ -84,22 +84,22 @@ class Gradients:
         if self.needs_weight and weight is None:
             assert self.call.additive is not None
             weight = torch.zeros_like(self.call.additive[0])
-        places = edge_terms.find_places(self.call) if self.wanted and self.edges is not None else {}
-        return {"weight": weight, **name_parts({name: self._of(name, places) for name in self.wanted})}
+        entries = edge_terms.find_entries(self.call) if self.wanted and self.edges is not None else {}
+        return {"weight": weight, **name_parts({name: self._of(name, entries) for name in self.wanted})}
 
-    def _of(self, name: str, places: edge_terms.Places) -> Tensor:
+    def _of(self, name: str, entries: edge_terms.Entries) -> Tensor:
         part = self.call.parts[name]
         if name != "edge":
-            return self._of_places(name, part, places)
+            return self._of_entries(name, part, entries)
         if list(self.call.parts) == ["edge"] and self.edges is not None:
             return self.edges.view_as(part)
-        return self._of_edges(part, places)
+        return self._of_edges(part, entries)
 
-    def _of_places(self, name: str, part: Tensor, places: edge_terms.Places) -> Tensor:
+    def _of_entries(self, name: str, part: Tensor, entries: edge_terms.Entries) -> Tensor:
         """Of a part that tiles read, too: what they gave, then what edges add."""
         grad = self._of_tiles(name)
         if self.edges is not None:
-            *row, last = places[name]
+            *row, last = entries[name]
             flat = row[0] * part.shape[-1] + last if row else last
             grad = _add_at(grad.flatten(2), flat, self.edges).view_as(grad)
         if name == "pair":  # summed over what has size 1, in torch's one order
@@ -107,13 +107,13 @@ class Gradients:
                 grad = grad.sum(i, keepdim=True) if part.shape[i] == 1 else grad
         return grad
 
-    def _of_edges(self, part: Tensor, places: edge_terms.Places) -> Tensor:
+    def _of_edges(self, part: Tensor, entries: edge_terms.Entries) -> Tensor:
         """Of the part of edges, [E, H or 1]: summed over the batch, then over the lists that have an edge."""
         grad = torch.zeros_like(part)
         if self.edges is not None:
             by_head = self.edges.sum(0).t()  # [edges, H]
             by_head = by_head if part.shape[1] > 1 else by_head.sum(1, keepdim=True)
-            grad.index_put_(places["edge"], by_head, accumulate=True)
+            grad.index_put_(entries["edge"], by_head, accumulate=True)
         return grad
 
     def _of_tiles(self, name: str) -> Tensor:

@@ -1,0 +1,18 @@
+"""Relations over the ranks of torch.distributed.
+
+``shard``     the public value and function
+``split``     which rank holds which tokens; ``balance`` makes the one by counted work
+``needs``     counted work, and the keys that each rank's queries need
+``plan``      who sends what to whom, for all ranks; and for one, its lists
+``exchange``  one all-to-all of keys and values, and of their gradients back; ``traced`` has it as an op
+``attend``    a call of attention on a shard
+``gather``    a tensor of all ranks
+``ranks``     meshes and groups, and whether all ranks hold the same relation
+
+The plan is made on the host from the relation alone, and is exact: its cost goes by ranges and edges. Nothing
+below this folder knows ranks. ``attention`` knows a shard by its method ``attend_sharded``.
+"""
+
+from .shard import Shard, shard
+
+__all__ = ["Shard", "shard"]

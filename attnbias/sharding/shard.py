@@ -1,0 +1,416 @@
+"""The value that stands where a relation stands: a relation over the ranks of a group."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..arguments import as_count, as_flag, as_indices
+from ..layouts.build import find_tile, lay_out_bound
+from ..layouts.layout import Layout
+from ..layouts.levels import TileStarts, add_levels
+from ..relations.relation import Relation, Size, Start, resolve_start
+from ..sets.bound import Bound, Place
+from ..sets.intervals import Ints
+from ..sets.predicate import Predicate
+from ..sets.select import select
+from .attend import attend
+from .exchange import Route
+from .gather import gather
+from .plan import Part, Plan, make_plans
+from .ranks import Ranks, compare, digest, find_ranks
+from .split import NAMES, Name, Split
+from .traced import Lists, Ready
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..layouts.fill import Form
+    from ..scores.multilevel import MultiLevel
+
+By = Literal["keys", "heads", "auto"]
+Side = Literal["queries", "keys"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Shard:
+    """A relation over the ranks of a group: which tokens this rank holds, and which keys it fetches.
+
+    Made by :func:`attnbias.shard`. ``attention`` takes it in place of a relation, with this rank's queries,
+    keys and values. A shard of several relations is a sequence of shards with one split of the tokens.
+    """
+
+    plans: tuple[Plan, ...]
+    ranks: Ranks
+    by: By
+    stages: int
+    is_checked: bool
+    kept: dict[Any, Any] = field(default_factory=dict)  # made of the plan when it is first used
+
+    # -- what it is -----------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the only relation."""
+        if len(self.plans) != 1:
+            raise ValueError(
+                f"relation: wanted one of the shard's {len(self.plans)} relations, such as shard[0], got all"
+            )
+        return self.plans[0]
+
+    @property
+    def relation(self) -> Relation:
+        """The relation of the whole."""
+        return self.plan.relation
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __getitem__(self, number: int) -> Shard:
+        """Return the shard of one relation, by its place in the list."""
+        kept = self.kept.setdefault(range(len(self.plans))[number], {})
+        return replace(self, plans=(self.plans[number],), kept=kept)
+
+    def __iter__(self) -> Iterator[Shard]:
+        return (self[number] for number in range(len(self.plans)))
+
+    def on(self, mesh: DeviceMesh | ProcessGroup | None = None) -> Shard:
+        """Return the same shard on a group: a plan on paper, such as a data loader's, becomes one to run."""
+        ranks = find_ranks(mesh, None)
+        if ranks[:2] != self.ranks[:2]:
+            mine = f"rank {self.ranks.rank} of {self.ranks.size}"
+            raise ValueError(
+                f"mesh: wanted {mine}, for which this shard is made, got rank {ranks.rank} of {ranks.size}"
+            )
+        return replace(self, ranks=ranks)
+
+    def compare(self) -> None:
+        """Raise on every rank unless all hold the same relation, lengths and split; all must take part."""
+        place = self.plans[0].place
+        compare(
+            self.ranks,
+            [
+                ("length", (place.q_len, place.k_len)),
+                ("q_start", place.q_start),
+                ("by", self.by),
+                ("stages", self.stages),
+                *(("relation", f"{plan.relation!r} ({digest(plan.bound)[:12]})") for plan in self.plans),
+                ("split", hashlib.sha256(self.plans[0].queries.owner.tobytes()).hexdigest()[:12]),
+            ],
+        )
+
+    def __repr__(self) -> str:
+        place, split = self.plans[0].place, self.plans[0].queries.name
+        relations = ", ".join(repr(plan.relation) for plan in self.plans)
+        return (
+            f"Shard({relations}, q_len={place.q_len}, k_len={place.k_len}, q_start={place.q_start}, "
+            f"split={split!r}, by={self.by!r}, rank={self.ranks.rank} of {self.ranks.size})"
+        )
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of this rank's queries, int64 [rows], increasing: for rotary embeddings and the like."""
+        plan = self.plans[0]
+        return torch.from_numpy(plan.queries.tokens(self.ranks.rank) + plan.place.q_start)
+
+    @property
+    def key_positions(self) -> Tensor:
+        """Positions of the keys that this rank holds, int64; those of its queries unless lengths differ."""
+        return torch.from_numpy(self.plans[0].keys.tokens(self.ranks.rank))
+
+    # -- moving whole tensors ------------------------------------------------------------------------
+
+    def scatter(self, whole: Tensor, dim: int, *, of: Side = "queries") -> Tensor:
+        """Return this rank's part of a tensor that every rank holds; nothing is sent.
+
+        Args:
+            whole: tokens, ids, labels, positions, keys of all ranks along a dimension.
+            dim: the dimension.
+            of: "queries" or "keys"; they differ only where their numbers do.
+        """
+        split = self._side(of)
+        if whole.shape[dim] != split.length:
+            raise ValueError(
+                f"whole: wanted {split.length} {of} along dimension {dim}, got {list(whole.shape)}"
+            )
+        return whole.index_select(dim, self._tokens(of, whole.device))
+
+    def gather(self, part: Tensor, dim: int, *, of: Side = "queries") -> Tensor:
+        """Return the tensor of all ranks in the caller's order, on every rank; differentiable.
+
+        The gradient of a part is the sum of what all ranks ask for, as if the loss were the sum of the
+        losses of all ranks. If each rank computes the same loss of the whole, divide by their number.
+
+        Args:
+            part: this rank's, with its tokens along a dimension.
+            dim: the dimension.
+            of: "queries" or "keys".
+        """
+        split = self._side(of)
+        mine, _ = self.held(of)
+        if part.shape[dim] != mine:
+            raise ValueError(
+                f"part: wanted this rank's {mine} {of} along dimension {dim}, got {list(part.shape)}"
+            )
+        return gather(part, dim, split, self.ranks)
+
+    def _side(self, of: Side) -> Split:
+        if of not in ("queries", "keys"):
+            raise ValueError(f"of: wanted 'queries' or 'keys', got {of!r}")
+        return self.plans[0].queries if of == "queries" else self.plans[0].keys
+
+    def _tokens(self, of: Side, device: torch.device) -> Tensor:
+        name = ("tokens", of, device)
+        if name not in self.kept:
+            self.kept[name] = torch.from_numpy(self._side(of).tokens(self.ranks.rank)).to(device)
+        tokens: Tensor = self.kept[name]
+        return tokens
+
+    # -- what attention reads ------------------------------------------------------------------------
+
+    def attend_sharded(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        """Run ``attention``, which passes a shard its arguments."""
+        return attend(self, query, key, value, **given)
+
+    @property
+    def part(self) -> Part:
+        """What this rank does."""
+        if "part" not in self.kept:
+            self.kept["part"] = self.plan.of(self.ranks.rank)
+        part: Part = self.kept["part"]
+        return part
+
+    def route(self, device: torch.device) -> Route:
+        """Return the lists of the exchange on a device, made once."""
+        name = ("route", device)
+        if name not in self.kept:
+            is_alone = not self.plan.received.any()
+            self.kept[name] = Route.of(self.part, self.held("keys")[0], is_alone=is_alone, device=device)
+        route: Route = self.kept[name]
+        return route
+
+    def layout(
+        self,
+        device: torch.device,
+        form: Form = "auto",
+        heads: slice = slice(None),
+        score: MultiLevel | None = None,
+    ) -> Layout:
+        """Return the layout of this rank's queries and needed keys, built once.
+
+        Tiles, their size and their order are those of the whole's layout, so that results have the same bits.
+        """
+        name = ("layout", device, form, heads.start, heads.stop, score)
+        if name not in self.kept:
+            self.kept[name] = self._build(device, form, heads, score)
+        layout: Layout = self.kept[name]
+        return layout
+
+    def _build(self, device: torch.device, form: Form, heads: slice, score: MultiLevel | None) -> Layout:
+        plan, part, place = self.plan, self.part, self.plan.place
+        form = form if score is None else "tiles"
+        tile = find_tile(plan.bound, device=device, form=form)
+        local = on_device(select(take_heads(plan.bound, heads), plan.selection(part)), device)
+        made = lay_out_bound(local, device=device, form=form, tile=tile, q_start=place.q_start)
+        if score is not None:
+            starts = TileStarts(part.queries[:: made.tile] + place.q_start, part.keys[:: made.tile])
+            levels = score.bind(place.q_len, place.k_len, place.q_start)
+            made = add_levels(made.to("cpu"), levels, starts).trust().to(device)
+        return Layout(made.buffer, made.where)
+
+    def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the positions of this rank's queries and needed keys, int32, on a device."""
+        name = ("places", device)
+        if name not in self.kept:
+            part = self.part
+            both = part.queries + self.plan.place.q_start, part.keys
+            self.kept[name] = tuple(torch.from_numpy(x.astype(np.int32)).to(device) for x in both)
+        places: tuple[Tensor, Tensor] = self.kept[name]
+        return places
+
+    def prepare(
+        self, device: torch.device | str = "cpu", form: Form = "auto", score: MultiLevel | None = None
+    ) -> Shard:
+        """Make all that a call reads, which a compiled one needs beforehand; return the shard itself.
+
+        Args:
+            device: that of the tensors.
+            form: "edges" for an ``AdditiveScore`` or ``EdgeBias``, "tiles" for head sizes above 256.
+            score: the call's, if it is a ``MultiLevel``.
+        """
+        device = torch.device(device)
+        route = self.route(device)
+        group = "" if self.ranks.group is None else self.ranks.group.group_name
+        layout = self.layout(device, form, slice(None), score)
+        self.kept[f"ready {form}"] = Ready(
+            layout, self.places(device), Lists.of(route), group, route.keeps_all
+        )
+        return self
+
+    def ready(self, form: Form) -> Ready:
+        """Return what :meth:`prepare` made."""
+        ready: Ready | None = self.kept.get(f"ready {form}")
+        if ready is None:
+            made = "" if form == "auto" else f", form={form!r}"
+            raise ValueError(f"relation: wanted shard.prepare(device{made}) before tracing, got a new shard")
+        return ready
+
+    def held(self, of: Side) -> tuple[int, int]:
+        """Return the number of queries or keys that this rank holds, and of all ranks."""
+        name = f"held {of}"  # counted once: traced calls ask, too
+        if name not in self.kept:
+            split = self._side(of)
+            self.kept[name] = int(split.counts[self.ranks.rank]), split.length
+        held: tuple[int, int] = self.kept[name]
+        return held
+
+
+def take_heads(bound: Bound, heads: slice) -> Bound:
+    """Return the same set for some of the heads."""
+    if bound.group.shape[1] == 1 or heads == slice(None):
+        return bound
+    used, group = np.unique(bound.group[:, heads], return_inverse=True)
+    return bound.take_groups(group.reshape(bound.group.shape[0], -1), used)
+
+
+def on_device(bound: Bound, device: torch.device) -> Bound:
+    """Return the same set, its rule tested on a device."""
+    if isinstance(bound.solid, Predicate):
+        return replace(bound, solid=_move(bound.solid, str(device)))
+    return bound
+
+
+def _move(form: Predicate, device: str) -> Predicate:
+    parts = tuple(None if part is None else _move(part, device) for part in form.parts)
+    return replace(form, device=device, parts=parts)
+
+
+def shard(
+    relation: Relation | Sequence[Relation],
+    length: int | tuple[int, int],
+    mesh: DeviceMesh | ProcessGroup | int | None = None,
+    *,
+    split: Name | Tensor | Sequence[int] = "auto",
+    by: By = "keys",
+    stages: int = 1,
+    weights: Sequence[float] | None = None,
+    q_start: Start = 0,
+    batch: Size = None,
+    heads: Size = None,
+    whole_tiles: bool = False,
+    check: bool = False,
+    rank: int | None = None,
+) -> Shard:
+    """Shard a relation over the ranks of a group: a value that ``attention`` takes in place of a relation.
+
+    Every rank makes the same plan from the relation alone: no device is read and nothing is sent. Each rank
+    holds some of the tokens, fetches the keys and values that its queries are related to, and computes its
+    rows in one call, so that no partial results are merged. What one batch entry or head needs is fetched
+    for all of them.
+
+    Args:
+        relation: which query attends to which key; or a list of relations, one for each kind of layer, that
+            share a split of the tokens: ``shard[i]`` is that of the i-th.
+        length: tokens of all ranks; or (q_len, k_len). Where these are equal, keys are split as queries are;
+            where not, evenly.
+        mesh: a DeviceMesh of one dimension, a ProcessGroup, or None for the default group. A number of ranks
+            makes the plan of one ``rank`` without processes; :meth:`Shard.on` gives it a group.
+        split: which rank holds which tokens. "even" cuts the sequence, "zigzag" gives each rank a piece from
+            the front and one from the back, "work" balances counted work at equal numbers of tokens. "auto"
+            takes the first of these whose busiest rank has at most 1.05 of the mean work. Or a vector: the
+            rank of each token, or an order of the tokens to cut evenly. A rank keeps its tokens in the order
+            of their positions; names never cut a tile of 128 tokens.
+        by: "keys" fetches related keys and values; "heads" exchanges heads for tokens around the attention
+            (Ulysses); "auto" takes what sends fewer bytes.
+        stages: exchanges that a call is cut into, by groups of key heads: each overlaps with the compute of
+            the one before, and memory for fetched keys is that of two of them.
+        weights: layers of each relation in a list; None: one each.
+        q_start: position of the first query among the keys, or "end".
+        batch: batch size, for relations that fit any.
+        heads: head count, for relations that fit any.
+        whole_tiles: fetch keys of graph edges as whole tiles, which a ``MultiLevel`` score needs, not singly.
+        check: compare the relation, the lengths and, when it is used, the tensors' shapes and dtypes across
+            ranks, once. All ranks must take part.
+        rank: the rank to plan for, if ``mesh`` is a number.
+
+    Raises:
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if one does not fit; with ``check``, if ranks differ.
+
+    Example:
+        >>> import attnbias as ab
+        >>> plan = ab.shard(ab.Causal() & ab.Window(before=1023), 131_072, 8, rank=3)
+        >>> plan.positions[[0, -1]].tolist()
+        [49152, 65535]
+        >>> len(plan.part.take)  # keys that it fetches: those of the tiles before its own
+        1024
+    """
+    relations = [relation] if isinstance(relation, Relation) else _as_relations(relation)
+    q_len, k_len = _as_lengths(length)
+    ranks = find_ranks(mesh, rank)
+    if by not in ("keys", "heads", "auto"):
+        raise ValueError(f"by: wanted 'keys', 'heads' or 'auto', got {by!r}")
+    place = Place(q_len, k_len, resolve_start(q_start, q_len, k_len), batch, heads)
+    plans = make_plans(
+        relations,
+        place,
+        ranks.size,
+        split=_as_split(split),
+        weights=_as_weights(weights, len(relations)),
+        whole_tiles=as_flag("whole_tiles", whole_tiles),
+    )
+    made = Shard(tuple(plans), ranks, by, as_count("stages", stages, 1), as_flag("check", check))
+    if check:
+        made.compare()
+    return made
+
+
+def _as_relations(given: object) -> list[Relation]:
+    if not isinstance(given, list | tuple) or not given:
+        raise TypeError(
+            f"relation: wanted a Relation or a list of them, got {type(given).__name__} {given!r}"
+        )
+    for number, each in enumerate(given):
+        if not isinstance(each, Relation):
+            raise TypeError(f"relation[{number}]: wanted a Relation, got {type(each).__name__} {each!r}")
+    return list(given)
+
+
+def _as_lengths(length: object) -> tuple[int, int]:
+    if isinstance(length, list | tuple):
+        if len(length) != 2:
+            raise ValueError(f"length: wanted a number of tokens or (q_len, k_len), got {length!r}")
+        return as_count("q_len", length[0]), as_count("k_len", length[1])
+    return (as_count("length", length),) * 2
+
+
+def _as_split(split: object) -> Name | Ints:
+    if isinstance(split, str):
+        for name in NAMES:
+            if name == split:
+                return name
+        raise ValueError(f"split: wanted one of {', '.join(map(repr, NAMES))} or a vector, got {split!r}")
+    vector: Ints = as_indices("split", split, (1,)).cpu().numpy()
+    return vector
+
+
+def _as_weights(weights: object, count: int) -> NDArray[np.float64] | None:
+    if weights is None:
+        return None
+    try:
+        numbers = np.asarray(weights, np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(f"weights: wanted a number for each relation, got {weights!r}") from None
+    if numbers.shape != (count,):
+        raise ValueError(f"weights: wanted {count} numbers, one for each relation, got {weights!r}")
+    if not (np.isfinite(numbers).all() and (numbers >= 0).all() and numbers.any()):
+        raise ValueError(f"weights: wanted numbers of at least 0, not all 0, got {weights!r}")
+    return numbers
