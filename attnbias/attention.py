@@ -204,7 +204,8 @@ def max_logit(
         >>> q = k = torch.tensor([[[1.0], [2.0], [4.0]]])  # 1 head, 3 tokens, D = 1
         >>> ab.max_logit(q, k, ab.Causal())
         tensor([16.])
-        >>> clip = (4.0 / ab.max_logit(q, k, ab.Causal())).clamp(max=1).sqrt()  # for QK-clip at 4
+        >>> most = ab.max_logit(q, k, ab.Causal())
+        >>> clip = torch.where(most > 4, 4 / most, 1.0).sqrt()  # for QK-clip at 4
         >>> ab.max_logit(q * clip, k * clip, ab.Causal())
         tensor([4.])
     """

@@ -138,6 +138,8 @@ class Problem:
         places: Places | None = None,
         **options: Unpack[Options],
     ) -> None:
+        if not torch.compiler.is_compiling():
+            raise_overflow()
         given: Options = {**DEFAULTS, **options} if options else DEFAULTS
         if len(given) != len(DEFAULTS):
             unknown = next(name for name in options if name not in DEFAULTS)
@@ -219,7 +221,6 @@ class Problem:
 
 def layout_for(problem: Problem) -> Layout:
     """Return the layout of a problem, from the relation's cache unless it was given."""
-    raise_overflow()
     relation, query, score = problem.relation, problem.query, problem.score
     if relation is None:
         assert problem.layout is not None

@@ -154,12 +154,15 @@ def intersect(a: Bound, b: Bound, related: Related) -> Bound:
                 kept[part] |= (theirs > 0) & ((often >= theirs) if mine is a else (often > theirs))
         if mine is a or kept.any():
             listed.append(mine.edges.filter(kept))
-    solid = None
+    edges, solid = join_edges(listed), None
     if a.solid is not None and b.solid is not None:
         solid = _intersect_solid(a.solid, b.solid, related)
-    if solid is None and not listed:
-        listed = [a.no_edges]
-    return Bound(solid, join_edges(listed))
+        if isinstance(solid, Predicate) and solid.related is related and edges is not None:
+            # The rule is the whole definition, so it holds for the edges as well: they count once.
+            solid = replace(solid, bound=solid.bound - edges.intervals())
+    elif edges is None:
+        edges = a.no_edges
+    return Bound(solid, edges)
 
 
 def _intersect_solid(
