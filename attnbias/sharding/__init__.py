@@ -6,7 +6,7 @@
 ``plan``      who sends what to whom, for all ranks; and for one, its lists
 ``exchange``  one all-to-all of keys and values, and of their gradients back; ``traced`` has it as an op
 ``attend``    a call of attention on a shard; ``heads`` does it by exchanging heads for tokens
-``counts``    bytes and work by rank, beside other ways to exchange
+``counts``    bytes and work by rank, beside other ways to exchange; ``report`` prints and draws them
 ``gather``    a tensor of all ranks
 ``ranks``     meshes and groups, and whether all ranks hold the same relation
 

@@ -22,6 +22,7 @@ from ..scores.terms import KernelTerm
 from .counts import Shape, heads_bytes, keys_bytes
 from .exchange import start
 from .heads import attend_by_heads
+from .ranks import compare
 from .traced import exchange
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ def attend(
 ) -> Any:
     """Run ``attention`` on this rank's queries; see there for the arguments."""
     plan = shard.plan
+    check_dense("query", query)
+    if is_traced(query) and shard.ranks.size > 1:
+        _check_traced(shard)
     if options.pop("q_start", 0) != 0:
         raise ValueError("q_start: wanted none with a shard; give it to ab.shard(..., q_start=)")
     _check_lengths(shard, query, key, value)
@@ -88,6 +92,10 @@ def attend(
     squeeze = query.dim() == 3
     if squeeze:
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+    if shard.is_checked and "compared" not in shard.kept:
+        shard.kept["compared"] = True
+        shape = Shape.of(query, key, value)._asdict()
+        compare(shard.ranks, [("dtype", query.dtype), *shape.items(), ("options", sorted(options))])
     way = attend_by_heads if choose_way(shard, query, key, value) == "heads" else attend_by_keys
     out, lse, row_max = way(shard, query, key, value, asked)
     results = [x for x, want in ((out, True), (lse, return_lse), (row_max, return_max)) if want]
@@ -198,6 +206,14 @@ def find_form(shard: Shard, query: Tensor, asked: Asked) -> Form:
             )
         return "edges"
     return "tiles" if query.shape[-1] > LARGEST_ON_EDGES and not shard.relation.listed else "auto"
+
+
+def _check_traced(shard: Shard) -> None:
+    """Raise unless a traced program can run the shard: nothing is planned or laid out in it."""
+    if shard.by != "keys":
+        raise NotImplementedError(f"by: wanted 'keys' in a traced program, got {shard.by!r}")
+    if "prepared" not in shard.kept:
+        raise ValueError("relation: wanted shard.prepare(device) before tracing, got a new shard")
 
 
 def _check_lengths(shard: Shard, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -46,7 +46,9 @@ class Pool:
             self.processes.append(process)
         atexit.register(self.close)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, each: bool = False) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, each: bool = False, limit: float = LIMIT
+    ) -> list[Any]:
         """Run a function of an importable module in all processes; raise the first failure.
 
         With ``each``, return failures among the results instead.
@@ -56,10 +58,10 @@ class Pool:
         results: list[Any] = [None] * len(self.pipes)
         waiting = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
         while waiting:
-            ready = wait(list(waiting), LIMIT)
+            ready = wait(list(waiting), limit)
             if not ready:
                 self.close()
-                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in {LIMIT} s")
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in {limit} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[index]
                 try:
