@@ -7,6 +7,7 @@
 ``exchange``  one all-to-all of keys and values, and of their gradients back; ``traced`` has it as an op
 ``attend``    a call of attention on a shard
 ``gather``    a tensor of all ranks
+``graphs``    nodes to ranks by edges, and the rows of a rank's halo, for layers over graphs
 ``ranks``     meshes and groups, and whether all ranks hold the same relation
 
 The plan is made on the host from the relation alone, and is exact: its cost goes by ranges and edges. Nothing
