@@ -423,7 +423,8 @@ def why_not_parts(terms: Sequence[Term]) -> list[str]:
         for i, term in enumerate(terms)
         if not isinstance(term, KernelTerm)
     ]
-    shapes = {shape for term in terms if (shape := getattr(term, "shape", None)) is not None}
+    found = [getattr(term, "shape", None) for term in terms]
+    shapes = {shape for shape in found if shape is not None}  # torch 2.10 cannot compile a := in here
     if len(shapes) > 1:
         reasons.append(f"terms: grids of one shape, got GridBias of shapes {sorted(shapes)}")
     return reasons
