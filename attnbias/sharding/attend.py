@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from ..scores.additive import AdditiveScore
 from ..scores.heads import score_of_heads, terms_of_heads
 from ..scores.multilevel import MultiLevel
 from ..scores.terms import EdgeBias, KernelTerm
+from .counts import Shape, heads_bytes, keys_bytes
 from .exchange import start
+from .heads import attend_by_heads
 from .traced import exchange
 
 if TYPE_CHECKING:
@@ -114,6 +116,8 @@ def attend(
     if squeeze:
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
     way = attend_fetched if is_fetched else attend_by_keys
+    if not is_fetched and choose_way(shard, query, key, value) == "heads":
+        way = attend_by_heads
     out, lse, row_max = way(shard, query, key, value, asked)
     results = [x for x, want in ((out, True), (lse, return_lse), (row_max, return_max)) if want]
     if squeeze:
@@ -136,6 +140,15 @@ def attend_fetched(shard: Shard, query: Tensor, key: Tensor, value: Tensor, aske
     problem = _problem(shard, query, key, value, asked, find_form(shard, query, asked))
     problem.draw_seed()
     return run(problem, dispatch.asked_for(asked.backend))
+
+
+def choose_way(shard: Shard, query: Tensor, key: Tensor, value: Tensor) -> Literal["keys", "heads"]:
+    """Return what is exchanged: with ``by="auto"`` whichever sends fewer bytes, counted over all ranks."""
+    if shard.by != "auto":
+        return shard.by
+    shape = Shape.of(query, key, value)
+    by_keys, by_heads = (count(shard.plan, shape).forward.sum() for count in (keys_bytes, heads_bytes))
+    return "keys" if by_keys <= by_heads else "heads"
 
 
 def attend_by_keys(shard: Shard, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Results:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +18,12 @@ from ..layouts.layout import Layout
 from ..layouts.levels import TileStarts, add_levels
 from ..relations.listing import count_edges
 from ..relations.relation import Relation, Size, Start, resolve_start
+from ..scores.multilevel import MultiLevel
 from ..sets.bound import Bound, Place
 from ..sets.intervals import Ints
 from ..sets.predicate import Predicate
 from ..sets.select import select
-from .attend import attend
+from .attend import Asked, attend, find_form
 from .exchange import Route
 from .gather import gather
 from .graphs import Fetched, fetch, local_graph
@@ -37,10 +38,16 @@ if TYPE_CHECKING:
 
     from ..layouts.fill import Form
     from ..relations.graph import Graph
-    from ..scores.multilevel import MultiLevel
 
 By = Literal["keys", "heads", "auto"]
 Side = Literal["queries", "keys"]
+
+
+class Order(NamedTuple):
+    """All tokens by rank."""
+
+    gather: Tensor  # token of each place
+    restore: Tensor  # place of each token
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -280,6 +287,35 @@ class Shard:
             levels = score.bind(place.q_len, place.k_len, place.q_start)
             made = add_levels(made.to("cpu"), levels, starts).trust().to(device)
         return Layout(made.buffer, made.where)
+
+    def layout_of_heads(self, query: Tensor, heads: slice, asked: Asked) -> Layout:
+        """Return the layout of some heads over the whole sequence, for a relation that differs by head."""
+        score = asked.options.get("score")
+        levels = score if isinstance(score, MultiLevel) else None
+        form: Form = "tiles" if levels is not None else find_form(self, query, asked)
+        name = ("heads", query.device, form, heads.start, heads.stop, levels)
+        if name not in self.kept:
+            bound, place = take_heads(self.plan.bound, heads), self.plan.place
+            tile = find_tile(self.plan.bound, device=query.device, form=form)
+            local = on_device(bound, query.device)
+            made = lay_out_bound(local, device=query.device, form=form, tile=tile, q_start=place.q_start)
+            if levels is not None:
+                made = add_levels(made.to("cpu"), levels.bind(place.q_len, place.k_len, place.q_start))
+                made = made.trust().to(query.device)
+            self.kept[name] = Layout(made.buffer, made.where)
+        layout: Layout = self.kept[name]
+        return layout
+
+    def orders(self, device: torch.device) -> tuple[Order, Order]:
+        """Return the orders of queries and of keys by rank, on a device."""
+        name = ("orders", device)
+        if name not in self.kept:
+            self.kept[name] = tuple(
+                Order(*(torch.from_numpy(x).to(device) for x in (split.order, np.argsort(split.order))))
+                for split in (self.plan.queries, self.plan.keys)
+            )
+        orders: tuple[Order, Order] = self.kept[name]
+        return orders
 
     def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of this rank's queries and needed keys, int32, on a device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -144,7 +145,7 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float((a - b)[finite].abs().max() / a[finite].abs().max().clamp(min=1))
 
 
-def compare_random(rank: int, size: int, seeds: range, kind: str, more: dict[str, Any]) -> list[str]:
+def compare_random(rank: int, size: int, seeds: Sequence[int], kind: str, more: dict[str, Any]) -> list[str]:
     """Compute random problems in float64; return a line for each result that differs from the whole's."""
     wrong = []
     for seed in seeds:
