@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,12 @@ from .algebra import Permuted
 from .graph_inputs import read_adjacency, read_edges
 from .listing import Listed, new_numbers, worst
 from .relation import Relation
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..sharding.shard import Shard
 
 
 class Graph(Listed):
@@ -173,6 +179,45 @@ class Graph(Listed):
         source, target = self.edge_index
         return Graph(self.edge_index[:, source != target], self.num_nodes, self.size)
 
+    # -- over processes -----------------------------------------------------------------------------
+
+    def shard(
+        self,
+        mesh: DeviceMesh | ProcessGroup | int | None = None,
+        parts: Any = None,
+        *,
+        points: Any = None,
+        rank: int | None = None,
+        check: bool = False,
+    ) -> Shard:
+        """Shard the graph over the ranks of a group by node: a value that ``attention`` takes in its place.
+
+        Each rank holds some nodes and the edges into them (``shard.edges``), with what belongs to these. It
+        fetches the rows of the nodes from which the edges come (``shard.halo``).
+
+        Args:
+            mesh: a DeviceMesh of one dimension, a ProcessGroup, None for the default group, or a number of
+                ranks for a plan without processes.
+            parts: [N], the rank of each node, such as METIS finds it. None cuts an order in which neighbours
+                lie near each other: that of "rcm" or, given points, "morton" (:meth:`reorder`). Each rank
+                then gets about equal shares of nodes and edges.
+            points: [N, d] coordinates of the nodes.
+            rank: the rank to plan for, if ``mesh`` is a number.
+            check: compare the graph and the parts across ranks, once. All ranks must take part.
+
+        Example:
+            >>> import attnbias as ab
+            >>> path = ab.Graph([[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]], num_nodes=6)
+            >>> shard = path.shard(2, parts=[0, 0, 0, 1, 1, 1], rank=1)
+            >>> shard.positions.tolist(), shard.edges.tolist(), shard.halo.tolist()
+            ([3, 4, 5], [2, 3, 4], [2])
+        """
+        from ..sharding.graphs import give_nodes
+        from ..sharding.shard import shard
+
+        owner = torch.from_numpy(give_nodes(self, mesh, parts, points, rank))
+        return shard(self, len(owner), mesh, split=owner, rank=rank, check=check)
+
     # -- the relation -----------------------------------------------------------------------------
 
     @property
@@ -197,6 +242,9 @@ class Graph(Listed):
     @property
     def _edge_count(self) -> int:
         return self.edge_index.shape[1]
+
+    def _targets(self) -> Tensor:
+        return self.edge_index[1]
 
     def _list(self, at: Place) -> Pairs:
         (source, target), number = self.edge_index, None

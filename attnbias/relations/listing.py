@@ -55,6 +55,10 @@ class Listed(Relation):
         """Return the pairs at a place, in the caller's order."""
         raise NotImplementedError
 
+    def _targets(self) -> Tensor:
+        """Return the query of each of the caller's numbers."""
+        raise NotImplementedError
+
     def _check_numbers(self, keys: int) -> None:
         """Raise ValueError unless every pair is among the queries and this many keys."""
         raise NotImplementedError
@@ -172,27 +176,34 @@ def worst(index: Tensor, low: int, count: int) -> int | None:
     return least if least < low else most if most >= count else None
 
 
+def numbered(relation: Relation) -> Listed | None:
+    """Return the graph or the neighbours whose numbers the edges of a relation have, None without such."""
+    if isinstance(relation, Listed):
+        return relation
+    parts = relation.parts if isinstance(relation, And) else ()
+    repeating = [part for part in parts if isinstance(part, Listed) or part.repeats]
+    return repeating[0] if len(repeating) == 1 and isinstance(repeating[0], Listed) else None
+
+
 def find_edges(relation: Relation, what: str) -> Listed:
     """Return the graph or the neighbours that a relation is, or that it intersects with others.
 
     Raises:
         ValueError: naming ``what``, if there is no such one or more than one.
     """
-    if isinstance(relation, Listed):
-        return relation
+    found = numbered(relation)
+    if found is not None:
+        return found
     parts = relation.parts if isinstance(relation, And) else ()
-    listed = [part for part in parts if isinstance(part, Listed)]
-    if len(listed) != 1:
+    if sum(isinstance(part, Listed) for part in parts) != 1:
         raise ValueError(
             f"{what}: wanted a Graph or Neighbors, by itself or & other, whose edges have numbers, "
             f"got {type(relation).__name__}"
         )
-    if any(part is not listed[0] and part.repeats for part in parts):
-        raise ValueError(
-            f"{what}: wanted one Graph or Neighbors & relations that count a pair once, got another list in "
-            f"{type(relation).__name__}"
-        )
-    return listed[0]
+    raise ValueError(
+        f"{what}: wanted one Graph or Neighbors & relations that count a pair once, got another list in "
+        f"{type(relation).__name__}"
+    )
 
 
 def count_edges(relation: Relation, what: str) -> int:

@@ -54,6 +54,10 @@ class Neighbors(Tabled, Listed):
     def _edge_count(self) -> int:
         return self.index.numel()
 
+    def _targets(self) -> Tensor:
+        queries = torch.arange(self.index.shape[-2], device=self.index.device)
+        return queries[:, None].expand(self.index.shape).reshape(-1)
+
     def _list(self, at: Place) -> Pairs:
         batch, heads, queries, n = self._table.shape
         table = self._table[:, :, at.q_start : at.q_start + at.q_len]

@@ -423,7 +423,8 @@ def why_not_parts(terms: Sequence[Term]) -> list[str]:
         for i, term in enumerate(terms)
         if not isinstance(term, KernelTerm)
     ]
-    shapes = {getattr(term, "shape", None) for term in terms} - {None}
+    found = [getattr(term, "shape", None) for term in terms]
+    shapes = {shape for shape in found if shape is not None}  # dynamo cannot trace a := in here
     if len(shapes) > 1:
         reasons.append(f"terms: grids of one shape, got GridBias of shapes {sorted(shapes, key=str)}")
     return reasons

@@ -20,6 +20,7 @@ class Selection(NamedTuple):
     key: Ints  # [k]; every range of keys that is kept stays together
     number: Ints  # [k_len of the larger set], the new number of each key; what is left out has any
     is_tiled: bool  # whether queries, and keys of ranges, follow one another inside of each tile
+    edge: Ints | None = None  # increasing numbers of edges, which are numbered anew; None: they keep theirs
 
 
 def select(bound: Bound, chosen: Selection) -> Bound:
@@ -49,7 +50,8 @@ def _select_ranges(form: Intervals, chosen: Selection) -> Intervals:
 def _select_edges(form: Edges, chosen: Selection) -> Edges:
     picked = form.take_rows(_rows(form, chosen.query), len(chosen.query))
     key = chosen.number[picked.key]
-    return Edges.from_pairs(len(chosen.query), len(chosen.key), form.group, picked.row, key, picked.id)
+    edge_id = picked.id if chosen.edge is None else np.searchsorted(chosen.edge, picked.id)
+    return Edges.from_pairs(len(chosen.query), len(chosen.key), form.group, picked.row, key, edge_id)
 
 
 def _select_predicate(form: Predicate, chosen: Selection) -> Predicate:

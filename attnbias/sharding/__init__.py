@@ -8,6 +8,7 @@
 ``attend``    a call of attention on a shard; ``heads`` does it by exchanging heads for tokens
 ``counts``    bytes and work by rank, beside other ways to exchange; ``report`` prints and draws them
 ``gather``    a tensor of all ranks
+``graphs``    nodes to ranks by edges, and the rows of a rank's halo, for layers over graphs
 ``ranks``     meshes and groups, and whether all ranks hold the same relation
 
 The plan is made on the host from the relation alone, and is exact: its cost goes by ranges and edges. Nothing

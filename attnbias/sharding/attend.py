@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -15,10 +16,11 @@ from ..op import dispatch
 from ..op.library import is_traced
 from ..op.problem import LARGEST_ON_EDGES, Problem
 from ..op.run import attend as run
+from ..relations.listing import count_edges
 from ..scores.additive import AdditiveScore
 from ..scores.heads import score_of_heads, terms_of_heads
 from ..scores.multilevel import MultiLevel
-from ..scores.terms import KernelTerm
+from ..scores.terms import EdgeBias, KernelTerm
 from .counts import Shape, heads_bytes, keys_bytes
 from .exchange import start
 from .heads import attend_by_heads
@@ -57,6 +59,31 @@ class Asked(NamedTuple):
         options["score"] = score_of_heads(options.get("score"), heads)
         return self._replace(options=options)
 
+    def of_edges(self, shard: Shard) -> Asked:
+        """Return the same with biases of this rank's edges, as its layout numbers them.
+
+        A bias for all edges and one for the rank's cannot be mistaken: if they are equally long, they are
+        equal.
+        """
+        terms = self.options.get("terms") or ()
+        if not any(isinstance(term, EdgeBias) for term in terms):
+            return self
+        total = count_edges(shard.relation, "terms: EdgeBias")
+        made = [_of_edges(term, shard.edges, total) if isinstance(term, EdgeBias) else term for term in terms]
+        return self._replace(options={**self.options, "terms": made})
+
+
+def _of_edges(term: EdgeBias, edges: Tensor, total: int) -> EdgeBias:
+    """Return the bias of some of all edges."""
+    if term.edges == len(edges):
+        return term
+    if term.edges != total:
+        raise ValueError(
+            f"terms: EdgeBias.bias: wanted {len(edges)} numbers, those of shard.edges, "
+            f"or {total}, one per edge of the whole, got {term.edges}"
+        )
+    return replace(term, bias=term.bias.index_select(0, edges.to(term.bias.device)))
+
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse, row_max
 
@@ -70,25 +97,25 @@ def attend(
     return_lse: bool,
     return_max: bool,
     backend: str | None,
+    is_fetched: bool = False,
     **options: Any,
 ) -> Any:
-    """Run ``attention`` on this rank's queries; see there for the arguments."""
+    """Run ``attention`` on this rank's queries; see there for the arguments.
+
+    With ``is_fetched``, keys and values are those that its queries need, and nothing is sent.
+    """
     plan = shard.plan
     check_dense("query", query)
     if is_traced(query) and shard.ranks.size > 1:
         _check_traced(shard)
     if options.pop("q_start", 0) != 0:
         raise ValueError("q_start: wanted none with a shard; give it to ab.shard(..., q_start=)")
-    _check_lengths(shard, query, key, value)
+    _check_lengths(shard, query, key, value, is_fetched=is_fetched)
     asked = Asked(return_lse, return_max, backend, options)
     if shard.ranks.size == 1:
         wanted: dict[str, Any] = {"return_lse": return_lse, "return_max": return_max, "backend": backend}
         return attention(query, key, value, plan.relation, q_start=plan.place.q_start, **wanted, **options)
-    if shard.ranks.group is None:
-        raise ValueError(
-            f"relation: wanted a shard on a process group, got a plan for {shard.ranks.size} ranks on paper; "
-            "use shard.on(mesh)"
-        )
+    check_group(shard)
     squeeze = query.dim() == 3
     if squeeze:
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -96,12 +123,31 @@ def attend(
         shard.kept["compared"] = True
         shape = Shape.of(query, key, value)._asdict()
         compare(shard.ranks, [("dtype", query.dtype), *shape.items(), ("options", sorted(options))])
-    way = attend_by_heads if choose_way(shard, query, key, value) == "heads" else attend_by_keys
+    way = attend_fetched if is_fetched else attend_by_keys
+    if not is_fetched and choose_way(shard, query, key, value) == "heads":
+        way = attend_by_heads
     out, lse, row_max = way(shard, query, key, value, asked)
     results = [x for x, want in ((out, True), (lse, return_lse), (row_max, return_max)) if want]
     if squeeze:
         results = [None if x is None else x.squeeze(0) for x in results]
     return tuple(results) if return_lse or return_max else results[0]
+
+
+def check_group(shard: Shard) -> None:
+    """Raise unless the shard's ranks are processes."""
+    if shard.ranks.group is None:
+        raise ValueError(
+            f"relation: wanted a shard on a process group, got a plan for {shard.ranks.size} ranks on paper; "
+            "use shard.on(mesh)"
+        )
+
+
+def attend_fetched(shard: Shard, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Results:
+    """Compute this rank's rows from the keys and values that they need."""
+    asked = asked.of_edges(shard)
+    problem = _problem(shard, query, key, value, asked, find_form(shard, query, asked))
+    problem.draw_seed()
+    return run(problem, dispatch.asked_for(asked.backend))
 
 
 def choose_way(shard: Shard, query: Tensor, key: Tensor, value: Tensor) -> Literal["keys", "heads"]:
@@ -115,6 +161,7 @@ def choose_way(shard: Shard, query: Tensor, key: Tensor, value: Tensor) -> Liter
 
 def attend_by_keys(shard: Shard, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Results:
     """Fetch the keys that this rank's queries need, in stages of key heads, and compute its rows."""
+    asked = asked.of_edges(shard)
     stages, Hk, H = shard.stages, key.shape[1], query.shape[1]
     if stages > Hk:
         raise ValueError(f"stages: wanted at most the {Hk} key heads, got {stages}")
@@ -216,16 +263,19 @@ def _check_traced(shard: Shard) -> None:
         raise ValueError("relation: wanted shard.prepare(device) before tracing, got a new shard")
 
 
-def _check_lengths(shard: Shard, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise unless the tensors hold this rank's tokens."""
+def _check_lengths(shard: Shard, query: Tensor, key: Tensor, value: Tensor, *, is_fetched: bool) -> None:
+    """Raise unless the tensors hold this rank's tokens, or the keys that it fetched."""
     rank = shard.ranks.rank
     of_queries, of_keys = shard.held("queries"), shard.held("keys")
+    if is_fetched and shard.ranks.size > 1:
+        of_keys = len(shard.part.keys), of_keys[0]
     tensors = (("query", query, of_queries), ("key", key, of_keys), ("value", value, of_keys))
-    for name, x, (mine, total) in tensors:
+    for name, x, (wanted, before) in tensors:
         check_dense(name, x)
-        if x.dim() in (3, 4) and x.shape[-2] != mine:
-            hint = "; use shard.scatter" if x.shape[-2] == total else ""
+        if x.dim() in (3, 4) and x.shape[-2] != wanted:
+            is_late = is_fetched and name != "query"
+            what = f"fetched tokens of rank {rank}" if is_late else f"tokens of rank {rank}, of {before}"
+            hint = f"; use shard.{'fetch' if is_late else 'scatter'}" if x.shape[-2] == before else ""
             raise ValueError(
-                f"{name}: wanted the {mine} tokens of rank {rank}, of {total}, "
-                f"got {x.shape[-2]} in {list(x.shape)}{hint}"
+                f"{name}: wanted the {wanted} {what}, got {x.shape[-2]} in {list(x.shape)}{hint}"
             )

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layouts.costs import CPU_COSTS
+from ..relations.listing import numbered
 from ..relations.relation import Relation
 from ..sets.bound import Bound, Place
 from ..sets.intervals import Ints, ceil_div
@@ -109,11 +110,21 @@ class Plan:
         order = order[receiver[order] != rank]
         return keys.slot[key[order]], np.bincount(receiver[order], minlength=self.ranks).tolist()
 
-    def selection(self, part: Part) -> Selection:
-        """Return the queries and keys of a rank, for :func:`attnbias.sets.select.select`."""
+    def selection(self, part: Part, edges: Ints | None = None) -> Selection:
+        """Return the queries, keys and edges of a rank, for :func:`attnbias.sets.select.select`."""
         number = np.zeros(self.keys.length, np.int64)
         number[part.keys] = np.arange(len(part.keys))
-        return Selection(part.queries, part.keys, number, self.is_tiled)
+        return Selection(part.queries, part.keys, number, self.is_tiled, edges)
+
+    def edges_of(self, rank: int) -> Ints | None:
+        """Return the caller's numbers of the edges into a rank's queries; None: edges have no numbers."""
+        listed = numbered(self.relation)
+        if listed is None:
+            return None
+        row = listed._targets().cpu().numpy() - self.place.q_start
+        inside = (row >= 0) & (row < self.place.q_len)
+        inside[inside] = self.queries.owner[row[inside]] == rank
+        return np.flatnonzero(inside)
 
 
 def make_plans(

@@ -16,6 +16,7 @@ from ..arguments import as_count, as_flag, as_indices
 from ..layouts.build import find_tile, lay_out_bound
 from ..layouts.layout import Layout
 from ..layouts.levels import TileStarts, add_levels
+from ..relations.listing import count_edges
 from ..relations.relation import Relation, Size, Start, resolve_start
 from ..scores.multilevel import MultiLevel
 from ..sets.bound import Bound, Place
@@ -26,6 +27,7 @@ from .attend import Asked, attend, find_form
 from .counts import Shape
 from .exchange import Route
 from .gather import gather
+from .graphs import Fetched, fetch, local_graph
 from .plan import Part, Plan, make_plans
 from .ranks import Ranks, compare, digest, find_ranks
 from .report import Report, make_report
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..layouts.fill import Form
+    from ..relations.graph import Graph
 
 By = Literal["keys", "heads", "auto"]
 Side = Literal["queries", "keys"]
@@ -100,6 +103,13 @@ class Shard:
                 f"mesh: wanted {mine}, for which this shard is made, got rank {ranks.rank} of {ranks.size}"
             )
         return replace(self, ranks=ranks)
+
+    def with_relation(self, relation: Relation) -> Shard:
+        """Return the shard of another relation over the same tokens, such as the graph with self-loops."""
+        _as_relations([relation])
+        owner, place = self.plans[0].queries.owner, self.plans[0].place
+        made = make_plans([relation], place, self.ranks.size, split=owner)
+        return replace(self, plans=tuple(made), kept={})
 
     def compare(self) -> None:
         """Raise on every rank unless all hold the same relation, lengths and split; all must take part."""
@@ -168,6 +178,24 @@ class Shard:
         )
         return make_report(self.plan, shape)
 
+    @property
+    def halo(self) -> Tensor:
+        """Positions of the keys that this rank fetches from others, int64, increasing."""
+        return torch.from_numpy(np.sort(self.part.keys[self.part.take]))
+
+    @property
+    def edges(self) -> Tensor:
+        """Numbers of the edges into this rank's queries, int64, increasing.
+
+        They are the caller's, as in ``edge_index`` or the flattened ``index`` of neighbours. So
+        ``edge_attr[shard.edges]`` belongs to this rank, and so does ``EdgeBias(bias[shard.edges])``.
+        """
+        if "edges" not in self.kept:
+            count_edges(self.relation, "edges")  # raises if they have no numbers
+            self.kept["edges"] = torch.from_numpy(self.plan.edges_of(self.ranks.rank))
+        edges: Tensor = self.kept["edges"]
+        return edges
+
     # -- moving whole tensors ------------------------------------------------------------------------
 
     def scatter(self, whole: Tensor, dim: int, *, of: Side = "queries") -> Tensor:
@@ -204,6 +232,32 @@ class Shard:
             )
         return gather(part, dim, split, self.ranks)
 
+    def fetch(self, rows: Tensor, dim: int = 0) -> Tensor:
+        """Return the rows of all keys that this rank's queries need, its own and its halo's; differentiable.
+
+        They are in the order of their positions. ``attention`` takes such keys and values with
+        :attr:`fetched` in place of the shard, and any other layer over a graph with :attr:`graph`. All ranks
+        must take part.
+
+        Args:
+            rows: this rank's rows of a tensor, with its keys along a dimension.
+            dim: the dimension.
+        """
+        return fetch(self, rows, dim)
+
+    @property
+    def fetched(self) -> Fetched:
+        """The same relation between this rank's queries and the keys that :meth:`fetch` brought."""
+        return Fetched(self)
+
+    @property
+    def graph(self) -> Graph:
+        """This rank's edges of a ``Graph``: from the rows that :meth:`fetch` returns to its own nodes."""
+        if "graph" not in self.kept:
+            self.kept["graph"] = local_graph(self)
+        graph: Graph = self.kept["graph"]
+        return graph
+
     def _side(self, of: Side) -> Split:
         if of not in ("queries", "keys"):
             raise ValueError(f"of: wanted 'queries' or 'keys', got {of!r}")
@@ -218,7 +272,7 @@ class Shard:
 
     # -- what attention reads ------------------------------------------------------------------------
 
-    def attend_sharded(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+    def attend_sharded(self, query: Tensor, key: Tensor, value: Tensor, /, **given: Any) -> Any:
         """Run ``attention``, which passes a shard its arguments."""
         return attend(self, query, key, value, **given)
 
@@ -260,7 +314,8 @@ class Shard:
         plan, part, place = self.plan, self.part, self.plan.place
         form = form if score is None else "tiles"
         tile = find_tile(plan.bound, device=device, form=form)
-        local = on_device(select(take_heads(plan.bound, heads), plan.selection(part)), device)
+        chosen = plan.selection(part, plan.edges_of(self.ranks.rank))
+        local = on_device(select(take_heads(plan.bound, heads), chosen), device)
         made = lay_out_bound(local, device=device, form=form, tile=tile, q_start=place.q_start)
         if score is not None:
             starts = TileStarts(part.queries[:: made.tile] + place.q_start, part.keys[:: made.tile])

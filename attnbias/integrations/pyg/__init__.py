@@ -5,9 +5,10 @@ their state dicts. PyG itself is not needed. No message is stored: memory grows 
 edges times heads, never with edges times features.
 
 ``edge_index`` is a tensor [2, E] of sources and targets, an ``attnbias.Graph``, or a sparse matrix with a row
-per target (PyG's ``adj_t``): ``torch.sparse`` or torch_sparse's ``SparseTensor``. A graph holds its layout.
-The layout of a tensor is kept while the tensor is alive and unchanged, so all layers and steps that get the
-same tensor share it. Torch does not count writes through ``.data`` or through a NumPy array that shares the
+per target (PyG's ``adj_t``): ``torch.sparse`` or torch_sparse's ``SparseTensor``. It may also be the
+``Shard`` of a graph; ``x`` and ``edge_attr`` are then those of this rank. A graph holds its layout. The
+layout of a tensor is kept while the tensor is alive and unchanged, so all layers and steps that get the same
+tensor share it. Torch does not count writes through ``.data`` or through a NumPy array that shares the
 memory: pass a new tensor after such a write. For a static graph pass a ``Graph``;
 ``torch.compile(fullgraph=True)`` needs one that the layer has been called with before.
 

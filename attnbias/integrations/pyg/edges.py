@@ -14,6 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...arguments import check_dense
 from ...relations import Graph
+from ...sharding import Shard
+from ...sharding.graphs import Fetched
 
 NUMBERS_AT_ONCE = 1 << 22  # gathered per chunk of edges, or as many as the nodes hold
 
@@ -33,6 +35,22 @@ class Edges:  # not a NamedTuple: torch 2.10 cannot compile properties of one
     attr: Tensor | None  # [E, d], in the order of the graph's edges
     given: Any  # the caller's ``edge_index``, in any form ``read_edges`` takes
     looped: bool  # whether self-loops were added
+    shard: Shard | None = None  # the whole graph's, if ``graph`` has this rank's edges
+
+    @property
+    def relation(self) -> Graph | Fetched:
+        """What ``attention`` takes with queries of the targets and fetched keys of the sources."""
+        return self.graph if self.shard is None else self.shard.fetched
+
+    def fetch(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Return tensors [sources, H, n] of all sources, from those of this rank, in one exchange."""
+        if self.shard is None:
+            return rows
+        if len({x.dtype for x in rows}) > 1:  # in autocast
+            return tuple(self.shard.fetch(x) for x in rows)
+        fetched = self.shard.fetch(torch.cat(rows, 2))
+        parts: tuple[Tensor, ...] = fetched.split([x.shape[2] for x in rows], 2)
+        return parts
 
     @property
     def source(self) -> Tensor:
@@ -46,7 +64,12 @@ class Edges:  # not a NamedTuple: torch 2.10 cannot compile properties of one
 
     @property
     def edge_index(self) -> Tensor:
-        """The edges as a tensor [2, E]: the caller's own unless it was a graph or gained self-loops."""
+        """The edges as a tensor [2, E]: the caller's own unless it was a graph or gained self-loops.
+
+        Those of a shard are this rank's, between nodes of the whole graph.
+        """
+        if self.shard is not None:
+            return _whole_index(self.shard)
         return self.given if isinstance(self.given, Tensor) and not self.looped else self.graph.edge_index
 
     def as_adjacency(self, weights: Tensor) -> Tensor | None:
@@ -81,12 +104,14 @@ def read_edges(
     """Make a graph from the caller's ``edge_index``.
 
     Args:
-        edge_index: [2, E] (sources, targets), a Graph, or a sparse matrix [targets, sources].
+        edge_index: [2, E] (sources, targets), a Graph, a Shard of one, or a sparse matrix [targets, sources].
         edge_attr: [E, d] or [E], in the order of ``edge_index``; None takes a sparse matrix's own vectors.
         sizes: numbers of sources and targets; None = that of the graph, the matrix or the sources.
         add_self_loops: replace all self-loops with one per node.
         fill_value: the ``edge_attr`` of added self-loops.
     """
+    if isinstance(edge_index, Shard):
+        return _read_shard(edge_index, edge_attr, sizes, fill_value if add_self_loops else None)
     graph, values = _read(edge_index, sizes)
     targets, sources = graph.lengths
     if (sources, targets) != (sizes[0], targets if sizes[1] is None else sizes[1]):
@@ -106,6 +131,41 @@ def read_edges(
     return Edges(looped.graph, attr, edge_index, looped=True)
 
 
+def _read_shard(
+    shard: Shard, edge_attr: Tensor | None, sizes: tuple[int, int | None], fill_value: Fill | None
+) -> Edges:
+    """Return this rank's edges; ``fill_value`` is that of self-loops to add, None for none."""
+    (sources, _), (targets, _) = shard.held("keys"), shard.held("queries")
+    if (sources, targets) != (sizes[0], targets if sizes[1] is None else sizes[1]):
+        raise ValueError(
+            f"x: wanted {sources} sources and {targets} targets, those of rank {shard.ranks.rank}, "
+            f"got {sizes[0]} and {sizes[1]}; use shard.scatter(x, 0)"
+        )
+    graph = shard.graph
+    attr = _check_attr(edge_attr, graph.edge_index.shape[1], "shard.edges")
+    if fill_value is None:
+        return Edges(graph, attr, shard, looped=False, shard=shard)
+    if "looped" not in shard.kept:  # nodes keep their ranks, so that nothing moves
+        assert isinstance(shard.relation, Graph)
+        shard.kept["looped"] = shard.with_relation(_add_loops(shard.relation, in_order=False).graph)
+    looped: Shard = shard.kept["looped"]
+    if attr is not None:
+        source, target = _whole_index(shard)
+        kept = torch.nonzero(source != target).view(-1)
+        attr = attr.index_select(0, kept)
+        loops = len(looped.edges) - len(kept)  # of the rank's first targets
+        filled = _fill(attr, graph.edge_index[1].index_select(0, kept), (targets, loops), fill_value)
+        attr = torch.cat([attr, filled])
+    return Edges(looped.graph, attr, shard, looped=True, shard=looped)
+
+
+def _whole_index(shard: Shard) -> Tensor:
+    """Return this rank's edges between nodes of the whole graph, [2, E]."""
+    relation = shard.relation
+    assert isinstance(relation, Graph)
+    return relation.edge_index[:, shard.edges.to(relation.edge_index.device)]
+
+
 def _read(edge_index: Any, sizes: tuple[int, int | None]) -> tuple[Graph, Tensor | None]:
     """Return the graph, and the edge vectors that a sparse matrix holds."""
     if isinstance(edge_index, Graph):
@@ -115,7 +175,7 @@ def _read(edge_index: Any, sizes: tuple[int, int | None]) -> tuple[Graph, Tensor
             value = edge_index.coo()[2]
             return Graph.from_adjacency(edge_index), value if value is not None and value.dim() > 1 else None
         raise TypeError(
-            "edge_index: wanted a tensor [2, E], a Graph or a sparse matrix [targets, sources], "
+            "edge_index: wanted a tensor [2, E], a Graph, a Shard or a sparse matrix [targets, sources], "
             f"got {type(edge_index).__name__}"
         )
     if not _is_sparse(edge_index):
@@ -177,7 +237,7 @@ def _make_loops(graph: Graph, in_order: bool) -> _Looped:
     return _Looped(Graph(pairs, size=(sources, targets)), kept, order)
 
 
-def _check_attr(attr: Tensor | None, count: int) -> Tensor | None:
+def _check_attr(attr: Tensor | None, count: int, what: str = "E") -> Tensor | None:
     if attr is None:
         return None
     if not isinstance(attr, Tensor) or not attr.is_floating_point():
@@ -185,7 +245,9 @@ def _check_attr(attr: Tensor | None, count: int) -> Tensor | None:
         raise TypeError(f"edge_attr: wanted a floating-point tensor [E, edge_dim], got {got}")
     check_dense("edge_attr", attr)
     if attr.dim() not in (1, 2) or len(attr) != count:
-        raise ValueError(f"edge_attr: wanted [E, edge_dim] = [{count}, edge_dim], got {list(attr.shape)}")
+        raise ValueError(
+            f"edge_attr: wanted [{what}, edge_dim] = [{count}, edge_dim], got {list(attr.shape)}"
+        )
     return attr[:, None] if attr.dim() == 1 else attr
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ...relations import Graph
 from ...scores.additive import AdditiveScore
+from ...sharding import Shard
 from .layer import GAT, Answer, Nodes, Scores, glorot_linear
 
 
@@ -62,7 +63,7 @@ class GATConv(GAT):
     def forward(
         self,
         x: Nodes,
-        edge_index: Tensor | Graph,
+        edge_index: Tensor | Graph | Shard,
         edge_attr: Tensor | None = None,
         size: tuple[int, int] | None = None,
         return_attention_weights: bool | None = None,
@@ -71,7 +72,7 @@ class GATConv(GAT):
 
         Args:
             x: [N, in_channels], or a pair (sources, targets); targets may be None.
-            edge_index: [2, E], a Graph, or a sparse matrix [targets, sources].
+            edge_index: [2, E], a Graph, a Shard of one, or a sparse matrix [targets, sources].
             edge_attr: [E, edge_dim].
             size: numbers of sources and targets; needed only where x has no targets.
             return_attention_weights: if True, return ``(out, (edge_index, weights [E, H]))`` for the edges
@@ -86,19 +87,21 @@ class GATConv(GAT):
         assert lin_src is not None and lin_dst is not None
         value = self._heads(lin_src(x_src))
         is_same = isinstance(x, Tensor) and self.lin is not None
-        by_source = (value * self.att_src).sum(-1)
+        by_source = (value * self.att_src).sum(-1, keepdim=True)  # [sources, H, 1]
         if x_dst is None:
             by_target = value.new_zeros(edges.graph.lengths[0], self.heads)
         else:
             by_target = ((value if is_same else self._heads(lin_dst(x_dst))) * self.att_dst).sum(-1)
+        by_source, value = edges.fetch(by_source, value)
         if edges.attr is None or self.edge_dim is None:
             score = AdditiveScore(negative_slope=self.negative_slope)
-            scores = Scores(by_target[..., None], by_source[..., None], score)
+            scores = Scores(by_target[..., None], by_source, score)
         else:
             self._check_edge_dim(edges)
             assert self.att_edge is not None
             by_feature = torch.einsum("hcd,hc->dh", self._edge_weight(edges.attr), self.att_edge[0])
-            summed = by_target.index_select(0, edges.target) + by_source.index_select(0, edges.source)
+            from_source = by_source[..., 0].index_select(0, edges.source)
+            summed = by_target.index_select(0, edges.target) + from_source
             lifted = F.leaky_relu(summed + edges.attr @ by_feature, self.negative_slope)
             scores = Scores.of_edges(lifted, edges)
         out, weights = self._attend(scores, value, edges, bool(return_attention_weights))

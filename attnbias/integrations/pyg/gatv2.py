@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ...relations import Graph
 from ...scores.additive import AdditiveScore
+from ...sharding import Shard
 from .edges import Edges, Fill, by_chunks
 from .layer import GAT, Answer, Channels, Nodes, Scores, glorot_linear
 
@@ -78,7 +79,7 @@ class GATv2Conv(GAT):
     def forward(
         self,
         x: Nodes,
-        edge_index: Tensor | Graph,
+        edge_index: Tensor | Graph | Shard,
         edge_attr: Tensor | None = None,
         return_attention_weights: bool | None = None,
     ) -> Answer:
@@ -90,6 +91,7 @@ class GATv2Conv(GAT):
         value = self._heads(self.lin_l(x_src))
         is_same = isinstance(x, Tensor) and self.share_weights
         query = value if is_same else self._heads(self.lin_r(x_dst))
+        (value,) = edges.fetch(value)
         if edges.attr is None:
             scores = Scores(query, value, AdditiveScore(self.att[0], self.negative_slope))
         else:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ...arguments import as_count, check_dense
 from ...attention import attention
+from ...op.problem import Options
 from ...op.weights import edge_weights
 from ...relations import Graph
 from ...scores.additive import AdditiveScore
@@ -85,10 +86,11 @@ class Scores(NamedTuple):
         nothing = [scores.new_zeros(n, heads, 1) for n in (targets, sources)]
         return cls(nothing[0], nothing[1], terms=(EdgeBias(scores),))
 
-    def attend(self, value: Tensor, graph: Graph, dropout: float) -> Tensor:
-        """Attend over the graph, [targets, H, C]; value is [sources, H, C]."""
+    def attend(self, value: Tensor, edges: Edges, dropout: float) -> Tensor:
+        """Attend over the edges, [targets, H, C]; value is [sources, H, C]."""
         query, key, value = (x.transpose(0, 1)[None] for x in (self.query, self.key, value))
-        out = attention(query, key, value, graph, terms=self.terms, score=self.score, dropout_p=dropout)
+        options: Options = {"terms": self.terms, "score": self.score, "dropout_p": dropout}
+        out = attention(query, key, value, edges.relation, **options)
         return out[0].transpose(0, 1)
 
     def weigh(self, graph: Graph) -> Tensor:
@@ -216,10 +218,10 @@ class Conv(MessagePassing):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, [targets, H, C]; also return the edge weights after dropout, [E, H], or None."""
         if not with_weights and not self._is_watched:
-            return scores.attend(value, edges.graph, self._dropout), None
+            return scores.attend(value, edges, self._dropout), None
         weights = scores.weigh(edges.graph)
         if not self._dropout and not self._is_watched:
-            return scores.attend(value, edges.graph, 0.0), weights
+            return scores.attend(value, edges, 0.0), weights
         weights = F.dropout(weights, self._dropout)
         return self._sum(weights, value, edges), weights if with_weights else None
 

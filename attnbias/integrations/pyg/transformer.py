@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ...op.weights import softmax_by_row
 from ...relations import Graph
 from ...scores.terms import EdgeBias
+from ...sharding import Shard
 from .edges import Edges, dot_features, dot_nodes, read_edges, sum_features, sum_values
 from .layer import Answer, Channels, Conv, Nodes, Scores, torch_linear
 
@@ -70,7 +71,7 @@ class TransformerConv(Conv):
     def forward(
         self,
         x: Nodes,
-        edge_index: Tensor | Graph,
+        edge_index: Tensor | Graph | Shard,
         edge_attr: Tensor | None = None,
         return_attention_weights: bool | None = None,
     ) -> Answer:
@@ -78,7 +79,7 @@ class TransformerConv(Conv):
 
         Args:
             x: [N, in_channels], or a pair (sources, targets).
-            edge_index: [2, E], a Graph, or a sparse matrix [targets, sources].
+            edge_index: [2, E], a Graph, a Shard of one, or a sparse matrix [targets, sources].
             edge_attr: [E, edge_dim].
             return_attention_weights: if not None, return ``(out, (edge_index, weights [E, H]))``.
         """
@@ -86,7 +87,7 @@ class TransformerConv(Conv):
         edges = read_edges(edge_index, edge_attr, (len(x_src), len(x_dst)))
         self._check_edge_dim(edges)
         query, key = self._heads(self.lin_query(x_dst)), self._heads(self.lin_key(x_src))
-        value = self._heads(self.lin_value(x_src))
+        key, value = edges.fetch(key, self._heads(self.lin_value(x_src)))
         with_weights = return_attention_weights is not None
         if self.edge_dim is None:
             scores = Scores(query, key)
@@ -94,7 +95,7 @@ class TransformerConv(Conv):
             if weights is not None and self._is_watched:
                 out = self._sum(F.dropout(weights, self._dropout), value, edges)
             else:
-                out = scores.attend(value, edges.graph, self._dropout)
+                out = scores.attend(value, edges, self._dropout)
         else:
             out, weights = self._attend_features(query, key, value, edges)
         out = self._merge(out)
@@ -132,6 +133,6 @@ class TransformerConv(Conv):
             out = sum_values(dropped, value, edges)
         else:
             dropped = weights
-            out = Scores(query, key, terms=(EdgeBias(bias),)).attend(value, edges.graph, 0.0)
+            out = Scores(query, key, terms=(EdgeBias(bias),)).attend(value, edges, 0.0)
         features = sum_features(dropped, edges)  # [targets, H, d]
         return out + torch.einsum("nhd,hcd->nhc", features, by_head), weights

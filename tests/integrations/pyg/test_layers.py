@@ -228,7 +228,7 @@ def bad_calls():
         every,
         {},
         (x, [[0], [1]]),
-        r"edge_index: wanted a tensor \[2, E\], a Graph or a sparse matrix \[targets, sources\], got list",
+        r"edge_index: wanted a tensor \[2, E\], a Graph, a Shard or a sparse matrix .*, got list",
     )
     yield every, {}, (x, graph.float()), "edge_index: wanted integers, got torch.float32"
     yield every, {}, (x, graph.T.repeat(2, 1)), r"edge_index: wanted shape \[2, E\], got \[4, 2\]"
