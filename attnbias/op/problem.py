@@ -445,6 +445,8 @@ def _not_a_relation(got: Any) -> str:
         return f"{wanted}, got a tensor {_shape(got)}; for a boolean mask use ab.Dense(mask)"
     if hasattr(got, "edge_index"):
         return f"{wanted}, got {type(got).__name__}, which has edges; use ab.Graph(data)"
+    if hasattr(got, "attend_sharded"):
+        return f"{wanted}, got a {type(got).__name__}; only attention runs on several processes"
     if type(got).__name__ == "BlockMask":
         return f"{wanted}, got a BlockMask; use attnbias.integrations.flex.from_block_mask(mask)"
     if isinstance(got, type) and issubclass(got, Relation):

@@ -423,9 +423,9 @@ def why_not_parts(terms: Sequence[Term]) -> list[str]:
         for i, term in enumerate(terms)
         if not isinstance(term, KernelTerm)
     ]
-    shapes = {shape for term in terms if (shape := getattr(term, "shape", None)) is not None}
+    shapes = {getattr(term, "shape", None) for term in terms} - {None}
     if len(shapes) > 1:
-        reasons.append(f"terms: grids of one shape, got GridBias of shapes {sorted(shapes)}")
+        reasons.append(f"terms: grids of one shape, got GridBias of shapes {sorted(shapes, key=str)}")
     return reasons
 
 

@@ -5,7 +5,8 @@
 ``needs``     counted work, and the keys that each rank's queries need
 ``plan``      who sends what to whom, for all ranks; and for one, its lists
 ``exchange``  one all-to-all of keys and values, and of their gradients back; ``traced`` has it as an op
-``attend``    a call of attention on a shard
+``attend``    a call of attention on a shard; ``heads`` does it by exchanging heads for tokens
+``counts``    bytes and work by rank, beside other ways to exchange; ``report`` prints and draws them
 ``dtensor``   a call of attention on DTensors
 ``cache``     shards made once, for those who are given a relation and a mesh
 ``gather``    a tensor of all ranks

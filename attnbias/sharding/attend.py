@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ from ..scores.additive import AdditiveScore
 from ..scores.heads import score_of_heads, terms_of_heads
 from ..scores.multilevel import MultiLevel
 from ..scores.terms import KernelTerm
+from .counts import Shape, heads_bytes, keys_bytes
 from .exchange import start
+from .heads import attend_by_heads
+from .ranks import compare
 from .traced import exchange
 
 if TYPE_CHECKING:
@@ -78,6 +81,9 @@ def attend(
     The batches and heads may be some of a larger call; ``first_batch`` and ``first_head`` are the first ones.
     """
     plan = shard.plan
+    check_dense("query", query)
+    if is_traced(query) and shard.ranks.size > 1:
+        _check_traced(shard)
     if options.pop("q_start", 0) != 0:
         raise ValueError("q_start: wanted none with a shard; give it to ab.shard(..., q_start=)")
     _check_lengths(shard, query, key, value)
@@ -93,11 +99,25 @@ def attend(
     squeeze = query.dim() == 3
     if squeeze:
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-    out, lse, row_max = attend_by_keys(shard, query, key, value, asked)
+    if shard.is_checked and "compared" not in shard.kept:
+        shard.kept["compared"] = True
+        shape = Shape.of(query, key, value)._asdict()
+        compare(shard.ranks, [("dtype", query.dtype), *shape.items(), ("options", sorted(options))])
+    way = attend_by_heads if choose_way(shard, query, key, value) == "heads" else attend_by_keys
+    out, lse, row_max = way(shard, query, key, value, asked)
     results = [x for x, want in ((out, True), (lse, return_lse), (row_max, return_max)) if want]
     if squeeze:
         results = [None if x is None else x.squeeze(0) for x in results]
     return tuple(results) if return_lse or return_max else results[0]
+
+
+def choose_way(shard: Shard, query: Tensor, key: Tensor, value: Tensor) -> Literal["keys", "heads"]:
+    """Return what is exchanged: with ``by="auto"`` whichever sends fewer bytes, counted over all ranks."""
+    if shard.by != "auto":
+        return shard.by
+    shape = Shape.of(query, key, value)
+    by_keys, by_heads = (count(shard.plan, shape).forward.sum() for count in (keys_bytes, heads_bytes))
+    return "keys" if by_keys <= by_heads else "heads"
 
 
 def attend_by_keys(shard: Shard, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Results:
@@ -193,6 +213,14 @@ def find_form(shard: Shard, query: Tensor, asked: Asked) -> Form:
             )
         return "edges"
     return "tiles" if query.shape[-1] > LARGEST_ON_EDGES and not shard.relation.listed else "auto"
+
+
+def _check_traced(shard: Shard) -> None:
+    """Raise unless a traced program can run the shard: nothing is planned or laid out in it."""
+    if shard.by != "keys":
+        raise NotImplementedError(f"by: wanted 'keys' in a traced program, got {shard.by!r}")
+    if "prepared" not in shard.kept:
+        raise ValueError("relation: wanted shard.prepare(device) before tracing, got a new shard")
 
 
 def _check_lengths(shard: Shard, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -121,6 +121,8 @@ def attend_dtensors(
     relation = _relation_of(relation, mine, options.get("q_start", 0))
     if "sequence" in mine.roles:
         relation = _find_shard(relation, mine, wanted)
+    if isinstance(relation, Shard) and relation.ranks.size == 1:
+        relation, wanted["q_start"] = relation.relation, relation.plan.place.q_start
     firsts = mine.batch.first, mine.heads.first
     if isinstance(relation, Shard):
         places: dict[str, Any] = {"first_batch": firsts[0], "first_head": firsts[1]}

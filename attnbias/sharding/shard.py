@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,15 +17,18 @@ from ..layouts.build import find_tile, lay_out_bound
 from ..layouts.layout import Layout
 from ..layouts.levels import TileStarts, add_levels
 from ..relations.relation import Relation, Size, Start, resolve_start
+from ..scores.multilevel import MultiLevel
 from ..sets.bound import Bound, Place
 from ..sets.intervals import Ints
 from ..sets.predicate import Predicate
 from ..sets.select import select
-from .attend import attend
+from .attend import Asked, attend, find_form
+from .counts import Shape
 from .exchange import Route
 from .gather import gather
 from .plan import Part, Plan, make_plans
 from .ranks import Ranks, compare, digest, find_ranks
+from .report import Report, make_report
 from .split import NAMES, Name, Split
 from .traced import Lists, Ready
 
@@ -34,10 +37,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..layouts.fill import Form
-    from ..scores.multilevel import MultiLevel
 
 By = Literal["keys", "heads", "auto"]
 Side = Literal["queries", "keys"]
+
+
+class Order(NamedTuple):
+    """All tokens by rank."""
+
+    gather: Tensor  # token of each place
+    restore: Tensor  # place of each token
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -125,6 +134,39 @@ class Shard:
     def key_positions(self) -> Tensor:
         """Positions of the keys that this rank holds, int64; those of its queries unless lengths differ."""
         return torch.from_numpy(self.plans[0].keys.tokens(self.ranks.rank))
+
+    def explain(
+        self,
+        heads: int = 32,
+        key_heads: int = 8,
+        dim: int | tuple[int, int] = 128,
+        dtype: torch.dtype = torch.bfloat16,
+        batch: int = 1,
+    ) -> Report:
+        """Count rows, pairs and bytes by rank, beside other ways to exchange; nothing is run.
+
+        Args:
+            heads: query heads.
+            key_heads: key heads.
+            dim: the head size, or (D, E).
+            dtype: that of the tensors.
+            batch: batch size.
+
+        Example:
+            >>> import attnbias as ab
+            >>> report = ab.shard(ab.Window(before=1023), 131_072, 8).explain()
+            >>> {way.name: round(way.share, 4) for way in report.ways}
+            {'keys': 0.0078, 'heads': 0.625, 'all-gather': 1.0, 'ring': 1.0}
+        """
+        D, E = (dim, dim) if isinstance(dim, int) else dim
+        width = torch.empty((), dtype=dtype).element_size()
+        sizes = (as_count("heads", heads, 1), as_count("key_heads", key_heads, 1))
+        if sizes[0] % sizes[1]:
+            raise ValueError(f"key_heads: wanted a number that divides the {heads} heads, got {key_heads}")
+        shape = Shape(
+            as_count("batch", batch, 1), *sizes, as_count("dim", D, 1), as_count("dim", E, 1), width
+        )
+        return make_report(self.plan, shape)
 
     # -- moving whole tensors ------------------------------------------------------------------------
 
@@ -226,6 +268,35 @@ class Shard:
             made = add_levels(made.to("cpu"), levels, starts).trust().to(device)
         return Layout(made.buffer, made.where)
 
+    def layout_of_heads(self, query: Tensor, heads: slice, asked: Asked) -> Layout:
+        """Return the layout of some heads over the whole sequence, for a relation that differs by head."""
+        score = asked.options.get("score")
+        levels = score if isinstance(score, MultiLevel) else None
+        form: Form = "tiles" if levels is not None else find_form(self, query, asked)
+        name = ("heads", query.device, form, heads.start, heads.stop, levels)
+        if name not in self.kept:
+            bound, place = take_heads(self.plan.bound, heads), self.plan.place
+            tile = find_tile(self.plan.bound, device=query.device, form=form)
+            local = on_device(bound, query.device)
+            made = lay_out_bound(local, device=query.device, form=form, tile=tile, q_start=place.q_start)
+            if levels is not None:
+                made = add_levels(made.to("cpu"), levels.bind(place.q_len, place.k_len, place.q_start))
+                made = made.trust().to(query.device)
+            self.kept[name] = Layout(made.buffer, made.where)
+        layout: Layout = self.kept[name]
+        return layout
+
+    def orders(self, device: torch.device) -> tuple[Order, Order]:
+        """Return the orders of queries and of keys by rank, on a device."""
+        name = ("orders", device)
+        if name not in self.kept:
+            self.kept[name] = tuple(
+                Order(*(torch.from_numpy(x).to(device) for x in (split.order, np.argsort(split.order))))
+                for split in (self.plan.queries, self.plan.keys)
+            )
+        orders: tuple[Order, Order] = self.kept[name]
+        return orders
+
     def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of this rank's queries and needed keys, int32, on a device."""
         name = ("places", device)
@@ -241,6 +312,8 @@ class Shard:
     ) -> Shard:
         """Make all that a call reads, which a compiled one needs beforehand; return the shard itself.
 
+        A compiled call runs in one stage.
+
         Args:
             device: that of the tensors.
             form: "edges" for an ``AdditiveScore`` or ``EdgeBias``, "tiles" for head sizes above 256.
@@ -250,6 +323,7 @@ class Shard:
         route = self.route(device)
         group = "" if self.ranks.group is None else self.ranks.group.group_name
         layout = self.layout(device, form, slice(None), score)
+        self.kept["prepared"] = self.held("queries"), self.held("keys")
         self.kept[f"ready {form}"] = Ready(
             layout, self.places(device), Lists.of(route), group, route.keeps_all
         )
@@ -259,8 +333,7 @@ class Shard:
         """Return what :meth:`prepare` made."""
         ready: Ready | None = self.kept.get(f"ready {form}")
         if ready is None:
-            made = "" if form == "auto" else f", form={form!r}"
-            raise ValueError(f"relation: wanted shard.prepare(device{made}) before tracing, got a new shard")
+            raise ValueError(f"relation: wanted shard.prepare(device, form={form!r}) for this call, got none")
         return ready
 
     def held(self, of: Side) -> tuple[int, int]:

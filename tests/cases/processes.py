@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import faulthandler
 import multiprocessing as mp
 import os
 import tempfile
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIMIT = 120.0  # seconds that one function may take
+LIMIT = 60.0  # seconds that one function may take
 GRACE = 5.0  # seconds that the others may take once one has failed
 
 
@@ -30,7 +31,7 @@ class Failure(Exception):
 class Pool:
     """So many processes in one group; use :func:`pool` for one that other tests share."""
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float = 20.0) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "attnbias", "cases.sharded"])
         self.folder = tempfile.TemporaryDirectory()
@@ -46,7 +47,9 @@ class Pool:
             self.processes.append(process)
         atexit.register(self.close)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, each: bool = False) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, each: bool = False, limit: float = LIMIT
+    ) -> list[Any]:
         """Run a function of an importable module in all processes; raise the first failure.
 
         With ``each``, return failures among the results instead.
@@ -57,12 +60,12 @@ class Pool:
         waiting = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
         while waiting:
             failed = [x for x in results if isinstance(x, Failure)] if not each else []
-            ready = wait(list(waiting), GRACE if failed else LIMIT)
+            ready = wait(list(waiting), GRACE if failed else limit)
             if not ready:
                 self.close()
                 if failed:
                     raise failed[0]
-                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in {LIMIT} s")
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in {limit} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[index]
                 try:
@@ -70,10 +73,9 @@ class Pool:
                 except EOFError:
                     is_good, answer = False, "the process died"
                 results[rank] = answer if is_good else Failure(rank, answer)
-        failures = [x for x in results if isinstance(x, Failure)]
-        if failures and not each:
-            self.close()
-            raise failures[0]
+                if not (is_good or each):  # the others may wait for this one
+                    self.close()
+                    raise results[rank]
         return results
 
     def close(self) -> None:
@@ -99,6 +101,7 @@ def pool(size: int) -> Pool:
 
 
 def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
