@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from .scores.terms import Term
 
 
+# Functions that take calls on tensors of another class, by its name: ``attnbias.sharding`` adds DTensor's.
+TAKERS: dict[str, Callable[..., Any]] = {}
+
+
 class Sharded(Protocol):
     """What takes a call itself, such as an :class:`attnbias.Shard`: this module knows no processes."""
 
@@ -103,6 +107,10 @@ def attention(
     says) and gradients 0 but the sink's, never NaN. It runs in eager, ``torch.compile``, ``torch.export``
     and autocast, and can be differentiated once (with ``backend="reference"`` as often as you like).
 
+    DTensors are computed where they lie: sharded by batch or by heads each rank computes its own, sharded by
+    sequence it fetches the keys that its queries are related to. The relation, the terms and the sink are
+    those of the whole, and so are the results, DTensors placed as the query is.
+
     Args:
         query: [B, H, Q, D] or [H, Q, D]; float32, float16, bfloat16 or float64, any strides.
         key: [B, Hk, K, D] or [Hk, K, D]; query head h reads key head ``h // (H // Hk)``.
@@ -147,6 +155,12 @@ def attention(
     """
     if isinstance(query, Tensor) and is_autocast(query.device.type):
         query, key, value = _autocast(query, key, value)
+    for x in (query, key, value):
+        if type(x) is not Tensor and type(x).__name__ in TAKERS:
+            take = TAKERS[type(x).__name__]
+            given = {"return_lse": return_lse, "return_max": return_max, "backend": backend, **options}
+            taken: Tensor | tuple[Tensor, ...] = take(query, key, value, relation, **given)
+            return taken
     if relation is not None and hasattr(relation, "attend_sharded"):
         given = {"return_lse": return_lse, "return_max": return_max, "backend": backend, **options}
         sharded: Tensor | tuple[Tensor, ...] = relation.attend_sharded(query, key, value, **given)

@@ -39,6 +39,8 @@ class Asked(NamedTuple):
     return_max: bool
     backend: str | None
     options: dict[str, Any]
+    first_batch: int = 0  # of the call, in a larger one of which it has some batches and heads
+    first_head: int = 0
 
     @property
     def needs_places(self) -> bool:
@@ -98,11 +100,14 @@ def attend(
     return_max: bool,
     backend: str | None,
     is_fetched: bool = False,
+    first_batch: int = 0,
+    first_head: int = 0,
     **options: Any,
 ) -> Any:
     """Run ``attention`` on this rank's queries; see there for the arguments.
 
     With ``is_fetched``, keys and values are those that its queries need, and nothing is sent.
+    The batches and heads may be some of a larger call; ``first_batch`` and ``first_head`` are the first ones.
     """
     plan = shard.plan
     check_dense("query", query)
@@ -111,7 +116,7 @@ def attend(
     if options.pop("q_start", 0) != 0:
         raise ValueError("q_start: wanted none with a shard; give it to ab.shard(..., q_start=)")
     _check_lengths(shard, query, key, value, is_fetched=is_fetched)
-    asked = Asked(return_lse, return_max, backend, options)
+    asked = Asked(return_lse, return_max, backend, options, first_batch, first_head)
     if shard.ranks.size == 1:
         wanted: dict[str, Any] = {"return_lse": return_lse, "return_max": return_max, "backend": backend}
         return attention(query, key, value, plan.relation, q_start=plan.place.q_start, **wanted, **options)
@@ -216,8 +221,8 @@ def _problem(
     else:
         layout, positions = shard.layout(query.device, form, heads, levels), shard.places(query.device)
     if asked.needs_places:
-        first = 0 if heads.start is None else heads.start
-        places = Places(*positions, place.q_len, place.k_len, place.q_start, first_head=first)
+        first = asked.first_head + (0 if heads.start is None else heads.start)
+        places = Places(*positions, place.q_len, place.k_len, place.q_start, asked.first_batch, first)
     return Problem(
         *(query, key, value, layout),
         return_lse=asked.return_lse,
