@@ -212,8 +212,8 @@ class Graph(Listed):
             >>> shard.positions.tolist(), shard.edges.tolist(), shard.halo.tolist()
             ([3, 4, 5], [2, 3, 4], [2])
         """
+        from ..sharding import shard
         from ..sharding.graphs import give_nodes
-        from ..sharding.shard import shard
 
         owner = torch.from_numpy(give_nodes(self, mesh, parts, points, rank))
         return shard(self, len(owner), mesh, split=owner, rank=rank, check=check)

@@ -179,6 +179,8 @@ def worst(index: Tensor, low: int, count: int) -> int | None:
 
 def numbered(relation: Relation) -> Listed | None:
     """Return the graph or the neighbours whose numbers the edges of a relation have, None without such."""
+    if isinstance(relation, Portion):  # its edges keep their numbers in the whole
+        return numbered(relation.whole)
     if isinstance(relation, Listed):
         return relation
     parts = relation.parts if isinstance(relation, And) else ()
@@ -192,8 +194,6 @@ def find_edges(relation: Relation, what: str) -> Listed:
     Raises:
         ValueError: naming ``what``, if there is no such one or more than one.
     """
-    if isinstance(relation, Portion):  # its edges keep their numbers in the whole
-        return find_edges(relation.whole, what)
     found = numbered(relation)
     if found is not None:
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -80,6 +80,11 @@ class _Defined:
 def _in_whole(some: _Some | _Defined, b: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     """Return the numbers of batches and heads in what the term was given for."""
     return (b, h + some.first) if some.axis == "heads" else (b + some.first, h)
+
+
+def change_inner(term: KernelTerm, change: Callable[[KernelTerm], KernelTerm]) -> KernelTerm:
+    """Return a term with the one changed that it takes some heads and batches of, if it does."""
+    return replace(term, term=change_inner(term.term, change)) if isinstance(term, _Some) else change(term)
 
 
 def terms_of_heads(terms: Sequence[Term], first: int, total: int) -> list[Term]:

@@ -1,6 +1,6 @@
 """Relations over the ranks of torch.distributed.
 
-``shard``     the public value and function
+``shard``     the public value; ``make`` makes one
 ``split``     which rank holds which tokens; ``balance`` makes the one by counted work
 ``needs``     counted work, and the keys that each rank's queries need
 ``plan``      who sends what to whom, for all ranks; and for one, its lists
@@ -21,7 +21,8 @@ on DTensors to the function that is set here.
 from typing import Any
 
 from ..attention import TAKERS
-from .shard import Shard, shard
+from .make import shard
+from .shard import Shard
 
 __all__ = ["Shard", "shard"]
 

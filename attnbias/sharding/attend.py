@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from ..op.problem import LARGEST_ON_EDGES, Problem
 from ..op.run import attend as run
 from ..relations.listing import count_edges
 from ..scores.additive import AdditiveScore
-from ..scores.heads import score_of_heads, terms_of_heads
+from ..scores.heads import change_inner, score_of_heads, terms_of_heads
 from ..scores.multilevel import MultiLevel
 from ..scores.terms import EdgeBias, KernelTerm
 from .counts import Shape, heads_bytes, keys_bytes
@@ -68,16 +69,17 @@ class Asked(NamedTuple):
         equal.
         """
         terms = self.options.get("terms") or ()
-        if not any(isinstance(term, EdgeBias) for term in terms):
+        if not any(isinstance(term, KernelTerm) and term.part == "edge" for term in terms):
             return self
         total = count_edges(shard.relation, "terms: EdgeBias")
-        made = [_of_edges(term, shard.edges, total) if isinstance(term, EdgeBias) else term for term in terms]
+        take = partial(_of_edges, edges=shard.edges, total=total)
+        made = [change_inner(term, take) if isinstance(term, KernelTerm) else term for term in terms]
         return self._replace(options={**self.options, "terms": made})
 
 
-def _of_edges(term: EdgeBias, edges: Tensor, total: int) -> EdgeBias:
-    """Return the bias of some of all edges."""
-    if term.edges == len(edges):
+def _of_edges(term: KernelTerm, edges: Tensor, total: int) -> KernelTerm:
+    """Return the bias of some of all edges; other terms as they are."""
+    if not isinstance(term, EdgeBias) or term.edges == len(edges):
         return term
     if term.edges != total:
         raise ValueError(

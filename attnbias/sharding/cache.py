@@ -10,8 +10,9 @@ import torch
 
 from ..relations.relation import Relation
 from ..sets.intervals import ceil_div
+from .make import shard
 from .ranks import find_ranks
-from .shard import Shard, shard
+from .shard import Shard
 from .split import Name
 
 SHARDS_KEPT = 16  # the latest

@@ -223,3 +223,10 @@ def test_a_plan_is_quick():
             assert shard.part.queries.size == length // ranks
             times.append(time.process_time() - began)
         assert min(times) < seconds
+
+
+def test_lengths_of_queries_and_keys_stand_together_or_apart():
+    wanted = ab.shard(ab.Full(), (300, 500), 3, rank=1)
+    given = ab.shard(ab.Full(), 300, 500, 3, rank=1)
+    assert torch.equal(given.positions, wanted.positions)
+    assert torch.equal(given.key_positions, wanted.key_positions) and len(given.key_positions) == 128
