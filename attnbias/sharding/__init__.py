@@ -1,6 +1,6 @@
 """Relations over the ranks of torch.distributed.
 
-``shard``     the public value and function
+``shard``     the public value and function; ``arguments`` checks what it is given
 ``split``     which rank holds which tokens; ``balance`` makes the one by counted work
 ``needs``     counted work, and the keys that each rank's queries need
 ``plan``      who sends what to whom, for all ranks; and for one, its lists

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ..arguments import as_count, as_flag, as_indices
+from ..arguments import as_count, as_flag
 from ..layouts.build import find_tile, lay_out_bound
 from ..layouts.layout import Layout
 from ..layouts.levels import TileStarts, add_levels
@@ -20,16 +19,16 @@ from ..relations.listing import count_edges
 from ..relations.relation import Relation, Size, Start, resolve_start
 from ..scores.multilevel import MultiLevel
 from ..sets.bound import Bound, Place
-from ..sets.intervals import Ints
 from ..sets.predicate import Predicate
 from ..sets.select import select
+from .arguments import as_lengths, as_relations, as_split, as_weights
 from .attend import Asked, attend, find_form
 from .exchange import Route
 from .gather import gather
 from .graphs import Fetched, fetch, local_graph
 from .plan import Part, Plan, make_plans
 from .ranks import Ranks, compare, digest, find_ranks
-from .split import NAMES, Name, Split
+from .split import Name, Split
 from .traced import Lists, Ready
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class Shard:
 
     def with_relation(self, relation: Relation) -> Shard:
         """Return the shard of another relation over the same tokens, such as the graph with self-loops."""
-        _as_relations([relation])
+        as_relations([relation])
         owner, place = self.plans[0].queries.owner, self.plans[0].place
         made = make_plans([relation], place, self.ranks.size, split=owner)
         return replace(self, plans=tuple(made), kept={})
@@ -444,8 +443,8 @@ def shard(
         >>> len(plan.part.take)  # keys that it fetches: those of the tiles before its own
         1024
     """
-    relations = [relation] if isinstance(relation, Relation) else _as_relations(relation)
-    q_len, k_len = _as_lengths(length)
+    relations = [relation] if isinstance(relation, Relation) else as_relations(relation)
+    q_len, k_len = as_lengths(length)
     ranks = find_ranks(mesh, rank)
     if by not in ("keys", "heads", "auto"):
         raise ValueError(f"by: wanted 'keys', 'heads' or 'auto', got {by!r}")
@@ -454,54 +453,11 @@ def shard(
         relations,
         place,
         ranks.size,
-        split=_as_split(split),
-        weights=_as_weights(weights, len(relations)),
+        split=as_split(split),
+        weights=as_weights(weights, len(relations)),
         whole_tiles=as_flag("whole_tiles", whole_tiles),
     )
     made = Shard(tuple(plans), ranks, by, as_count("stages", stages, 1), as_flag("check", check))
     if check:
         made.compare()
     return made
-
-
-def _as_relations(given: object) -> list[Relation]:
-    if not isinstance(given, list | tuple) or not given:
-        raise TypeError(
-            f"relation: wanted a Relation or a list of them, got {type(given).__name__} {given!r}"
-        )
-    for number, each in enumerate(given):
-        if not isinstance(each, Relation):
-            raise TypeError(f"relation[{number}]: wanted a Relation, got {type(each).__name__} {each!r}")
-    return list(given)
-
-
-def _as_lengths(length: object) -> tuple[int, int]:
-    if isinstance(length, list | tuple):
-        if len(length) != 2:
-            raise ValueError(f"length: wanted a number of tokens or (q_len, k_len), got {length!r}")
-        return as_count("q_len", length[0]), as_count("k_len", length[1])
-    return (as_count("length", length),) * 2
-
-
-def _as_split(split: object) -> Name | Ints:
-    if isinstance(split, str):
-        for name in NAMES:
-            if name == split:
-                return name
-        raise ValueError(f"split: wanted one of {', '.join(map(repr, NAMES))} or a vector, got {split!r}")
-    vector: Ints = as_indices("split", split, (1,)).cpu().numpy()
-    return vector
-
-
-def _as_weights(weights: object, count: int) -> NDArray[np.float64] | None:
-    if weights is None:
-        return None
-    try:
-        numbers = np.asarray(weights, np.float64)
-    except (TypeError, ValueError):
-        raise TypeError(f"weights: wanted a number for each relation, got {weights!r}") from None
-    if numbers.shape != (count,):
-        raise ValueError(f"weights: wanted {count} numbers, one for each relation, got {weights!r}")
-    if not (np.isfinite(numbers).all() and (numbers >= 0).all() and numbers.any()):
-        raise ValueError(f"weights: wanted numbers of at least 0, not all 0, got {weights!r}")
-    return numbers

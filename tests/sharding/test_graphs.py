@@ -11,6 +11,7 @@ from cases.sharded_graphs import (
     SPLITS,
     attend_million,
     compare_call,
+    compare_fetched,
     draw_graph,
     shard_of,
 )
@@ -187,6 +188,11 @@ def test_calls_with_the_biases_of_each_rank_equal_the_whole(size, kind):
     for seed in range(6):
         wrong = pool(size).run(compare_call, seed, SPLITS[seed % len(SPLITS)], kind)
         assert not any(wrong), f"seed {seed}: {wrong[0]}"
+
+
+def test_fetched_keys_give_the_bits_of_one_call():
+    for seed in range(4):
+        assert all(pool(2).run(compare_fetched, seed))
 
 
 @pytest.mark.slow
