@@ -83,8 +83,11 @@ def test_neighbours_and_intersections_number_all_places_of_a_rank():
 
 def test_a_cut_shares_nodes_and_edges():
     degree = np.array([100] * 10 + [1] * 990)  # hubs first
-    owner = cut_order(np.arange(1000), degree, 4)
-    assert (np.diff(owner) >= 0).all()
+    order = np.random.default_rng(0).permutation(1000)
+    owner = cut_order(order, degree[np.argsort(order)], 4)
+    assert (np.diff(owner[order]) >= 0).all()
+    assert np.array_equal(owner[order], cut_order(np.arange(1000), degree, 4))
+    degree = degree[np.argsort(order)]
     nodes, edges = np.bincount(owner), np.bincount(owner, weights=degree)
     assert nodes.max() <= 2 * 250 + 1 and edges.max() <= 2 * degree.sum() / 4 + 100
     assert np.bincount(cut_order(np.arange(7), np.zeros(7, np.int64), 3)).tolist() == [2, 3, 2]
@@ -132,6 +135,7 @@ def test_another_relation_over_the_same_nodes_keeps_their_ranks():
 
 PATH = ab.Graph([[0, 1, 2], [1, 2, 3]], num_nodes=4)
 PAPER = PATH.shard(2, [0, 0, 1, 1], rank=1)
+HUNGRY = ab.Graph([[0, 1, 2], [2, 3, 3]], num_nodes=4).shard(2, [0, 0, 1, 1], rank=1)  # needs 0, 1 and 2
 ROWS = torch.zeros(1, 1, 2, 4)
 BAD = [
     (lambda: PATH.shard(2, [0, 1]), ValueError, "parts: wanted a rank for each of the 4 nodes, got 2"),
@@ -165,9 +169,14 @@ BAD = [
         r"rows: wanted this rank's 2 keys along dimension 0, got \[4, 3\]; use shard.scatter",
     ),
     (
-        lambda: ab.attention(ROWS, ROWS[:, :, :1], ROWS, PAPER.fetched),
+        lambda: ab.attention(ROWS, ROWS, ROWS, HUNGRY.fetched),
         ValueError,
-        "key: wanted the 2 fetched tokens of rank 1, got 1",
+        r"key: wanted the 3 fetched tokens of rank 1, got 2 in \[1, 1, 2, 4\]; use shard.fetch",
+    ),
+    (
+        lambda: ab.attention(torch.zeros(1, 1, 4, 4), ROWS, ROWS, PAPER.fetched),
+        ValueError,
+        "query: wanted the 2 tokens of rank 1, of 4, got 4 .*; use shard.scatter",
     ),
     (lambda: PAPER.with_relation(3), TypeError, r"relation\[0\]: wanted a Relation, got int 3"),
 ]
