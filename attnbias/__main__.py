@@ -1,9 +1,10 @@
-"""Show a relation, verify the backends, print what is installed, check the theory, or run the benchmark."""
+"""Show a relation, plan it over ranks, verify the backends, check the theory, or run the benchmark."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import platform
 import sys
@@ -20,9 +21,12 @@ from .layouts import Layout
 from .op import dispatch
 from .recipes import RECIPES
 from .relations import parse
+from .sharding import shard
+from .sharding.report import draw
 from .testing import checklist, soak
 
 MOST_TILES = 64  # drawn as text along a side
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 OPTIONAL = {
     "triton": "the backend for GPUs",
     "matplotlib": "plots, show --png",
@@ -44,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from .benchmarks.__main__ import main as run_benchmark
 
             return run_benchmark(rest) or 0
-        return {"show": _show, "verify": _verify, "info": _info, "theory": _theory}[given.command](given)
+        return {"show": _show, "plan": _plan, "verify": _verify, "info": _info, "theory": _theory}[
+            given.command
+        ](given)
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
         print(f"attnbias: {error}", file=sys.stderr)
         return 2
@@ -65,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--tile", type=int, choices=(64, 128), help="tile size (the cheaper one)")
     show.add_argument("--form", default="auto", help="tiles, edges, or auto for the cheaper one (auto)")
     show.add_argument("--png", metavar="FILE", help="also write a picture of the tiles to this file")
+    _add_plan(
+        commands.add_parser("plan", help="shard a relation over ranks on paper: work, bytes, a picture")
+    )
     verify = commands.add_parser("verify", help="compare every backend that can run here with float64")
     verify.add_argument("--device", default=None, help="cpu, cuda or cuda:1 (a GPU if there is one)")
     verify.add_argument("--backend", default=None, help="only this backend (all that can run)")
@@ -77,6 +86,52 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("theory", help="print the symmetries of each mechanism, and check the claims on them")
     commands.add_parser("bench", help="run the benchmark; bench --help lists its options", add_help=False)
     return parser
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("relation", help="an expression, as for show")
+    plan.add_argument("q_len", type=int, help="tokens, or queries")
+    plan.add_argument("k_len", type=int, nargs="?", help="keys (as many as queries)")
+    plan.add_argument("--ranks", type=int, required=True, help="number of ranks")
+    plan.add_argument("--split", default="auto", help="auto, even, zigzag or work (auto)")
+    plan.add_argument("--q-start", default="0", help="position of the first query: a number or 'end' (0)")
+    plan.add_argument("--heads", default="32/8", help="query heads, or query heads/key heads (32/8)")
+    plan.add_argument("--dim", default="128", help="head size, or D/E (128)")
+    plan.add_argument("--dtype", default="bf16", choices=sorted(DTYPES), help="of queries, keys and values")
+    plan.add_argument("--batch", type=int, default=1, help="batch size (1)")
+    plan.add_argument("--json", action="store_true", help="print all numbers as JSON instead")
+    plan.add_argument("--figure", metavar="FILE", help="also write a picture to this file")
+
+
+def _plan(given: argparse.Namespace) -> int:
+    relation = parse(given.relation, RECIPES)
+    (heads, key_heads), (size, value_size) = (
+        _two(f"--{name}", getattr(given, name)) for name in ("heads", "dim")
+    )
+    lengths = given.q_len, given.q_len if given.k_len is None else given.k_len
+    start = given.q_start if given.q_start == "end" else int(given.q_start)
+    sizes = {"batch": given.batch, "heads": heads}
+    planned = shard(relation, lengths, given.ranks, split=given.split, q_start=start, **sizes)
+    dtype = DTYPES[given.dtype]
+    report = planned.explain(heads, key_heads, (size, value_size), dtype, given.batch)
+    picture = draw(planned.plan, given.figure)
+    if given.json:
+        print(json.dumps(report.as_dict()))
+        return 0
+    print(report)
+    print(f"\nrank by key: o held, # fetched\n{picture}")
+    if given.figure:
+        print(f"wrote {given.figure}")
+    return 0
+
+
+def _two(name: str, text: str) -> tuple[int, int]:
+    """Read "a/b", or "a" for both."""
+    first, _, second = text.partition("/")
+    try:
+        return int(first), int(second or first)
+    except ValueError:
+        raise ValueError(f"{name}: wanted a number or two with a slash between them, got {text!r}") from None
 
 
 def _show(given: argparse.Namespace) -> int:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from .scores.terms import Term
 
 
+# Functions that take calls on tensors of another class, by its name: ``attnbias.sharding`` adds DTensor's.
+TAKERS: dict[str, Callable[..., Any]] = {}
+
+
 class Sharded(Protocol):
     """What takes a call itself, such as an :class:`attnbias.Shard`: this module knows no processes."""
 
@@ -103,6 +107,10 @@ def attention(
     says) and gradients 0 but the sink's, never NaN. It runs in eager, ``torch.compile``, ``torch.export``
     and autocast, and can be differentiated once (with ``backend="reference"`` as often as you like).
 
+    DTensors are computed where they lie: sharded by batch or by heads each rank computes its own, sharded by
+    sequence it fetches the keys that its queries are related to. The relation, the terms and the sink are
+    those of the whole, and so are the results, DTensors placed as the query is.
+
     Args:
         query: [B, H, Q, D] or [H, Q, D]; float32, float16, bfloat16 or float64, any strides.
         key: [B, Hk, K, D] or [Hk, K, D]; query head h reads key head ``h // (H // Hk)``.
@@ -147,6 +155,12 @@ def attention(
     """
     if isinstance(query, Tensor) and is_autocast(query.device.type):
         query, key, value = _autocast(query, key, value)
+    for x in (query, key, value):
+        if type(x) is not Tensor and type(x).__name__ in TAKERS:
+            take = TAKERS[type(x).__name__]
+            given = {"return_lse": return_lse, "return_max": return_max, "backend": backend, **options}
+            taken: Tensor | tuple[Tensor, ...] = take(query, key, value, relation, **given)
+            return taken
     if relation is not None and hasattr(relation, "attend_sharded"):
         given = {"return_lse": return_lse, "return_max": return_max, "backend": backend, **options}
         sharded: Tensor | tuple[Tensor, ...] = relation.attend_sharded(query, key, value, **given)
@@ -204,7 +218,8 @@ def max_logit(
         >>> q = k = torch.tensor([[[1.0], [2.0], [4.0]]])  # 1 head, 3 tokens, D = 1
         >>> ab.max_logit(q, k, ab.Causal())
         tensor([16.])
-        >>> clip = (4.0 / ab.max_logit(q, k, ab.Causal())).clamp(max=1).sqrt()  # for QK-clip at 4
+        >>> most = ab.max_logit(q, k, ab.Causal())
+        >>> clip = torch.where(most > 4, 4 / most, 1.0).sqrt()  # for QK-clip at 4
         >>> ab.max_logit(q * clip, k * clip, ab.Causal())
         tensor([4.])
     """

@@ -83,9 +83,16 @@ AB_INLINE float log_of(float top, float total) {
   return total == 0 ? -INFINITY : (float)((double)top * 0.69314718055994530942 + (double)logf(total));
 }
 
-// The largest score of a row whose maximum is `top` in units of log 2; -inf for a row without keys.
+// The largest score of a row, or NaN if one was: maxima on the way may have lost it, no sum has. (A score
+// of inf makes the sum NaN as well.)
+AB_INLINE float max_or_nan(float top, float total) {
+  return total != total && top != INFINITY ? total : top;
+}
+
+// The same for a maximum `top` in units of log 2; -inf for a row without keys.
 AB_INLINE float max_of(float top, float total) {
-  return total == 0 ? -INFINITY : (float)((double)top * 0.69314718055994530942);
+  if (total == 0) return -INFINITY;
+  return max_or_nan((float)((double)top * 0.69314718055994530942), total);
 }
 
 }  // namespace AB_ISA

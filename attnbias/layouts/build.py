@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -98,10 +99,11 @@ def _outlined(relation: Relation, at: Place, tile: int | None, capacity: Capacit
     return None if made is None else made.trust()
 
 
-def _as_capacity(capacity: int | tuple[int, int]) -> Capacity:
-    if isinstance(capacity, tuple) and len(capacity) != 2:
+def _as_capacity(capacity: int | Sequence[int]) -> Capacity:
+    rooms = capacity if isinstance(capacity, Sequence) else (capacity, capacity)
+    if len(rooms) != 2:
         raise ValueError(f"capacity: wanted a number of tiles, or (tiles, partial tiles), got {capacity!r}")
-    tiles, partial = capacity if isinstance(capacity, tuple) else (capacity, capacity)
+    tiles, partial = rooms
     return Capacity(as_count("capacity", tiles), as_count("capacity", partial))
 
 

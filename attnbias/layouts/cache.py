@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,7 +86,21 @@ def cached_layout(
     capacity: int | tuple[int, int] | None = None,
 ) -> Layout:
     """See :meth:`Relation.layout`."""
-    key: Key = (q_len, k_len, q_start, device, form, batch, heads, score, capacity)
+    build = partial(
+        Layout.build,
+        relation,
+        q_len,
+        k_len,
+        q_start=q_start,
+        device=device,
+        form=form,
+        batch=batch,
+        heads=heads,
+        score=score,
+    )
+    if capacity is not None:  # whether it fits is known later
+        return build(capacity=capacity)
+    key: Key = (q_len, k_len, q_start, device, form, batch, heads, score)
     own: dict[Key, Layout] | None = None
     if relation.is_small:
         key = (relation, *key)
@@ -96,19 +111,7 @@ def cached_layout(
         found = own.get(key)
     if found is not None:
         return found
-    layout = Layout.build(
-        relation,
-        q_len,
-        k_len,
-        q_start=q_start,
-        device=device,
-        form=form,
-        tile=None,
-        batch=batch,
-        heads=heads,
-        score=score,
-        capacity=capacity,
-    )
+    layout = build()
     if own is None:
         return layout_cache.put(key, layout)
     while len(own) >= LAYOUTS_KEPT:  # decoding makes one for every step

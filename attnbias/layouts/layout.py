@@ -86,8 +86,8 @@ class Layout(Record):
             heads: head count, for relations that fit any.
             score: the multi-level score that it is for; its pairs are all in tiles.
             capacity: room for so many tiles, or for (tiles, partial tiles). The layout is then made on the
-                device without waiting for it, so that a CUDA graph can capture it. One that does not fit is
-                left empty, and the next call on the host raises.
+                device without waiting for it, so that a CUDA graph can capture it. One that does not fit
+                raises at once on a CPU; on a GPU it is left empty, and a later call of ``attention`` raises.
 
         Example:
             >>> import attnbias as ab

@@ -188,6 +188,15 @@ def outline_keys_before(length: Tensor, grid: Grid) -> Outline:
     return _of_keys(_kind(before > 0, before >= grid.keys.sizes), grid)
 
 
+def outline_keys(first: int, stop: int, at: Place, tile: int) -> Outline:
+    """Return the outline of the keys at positions from ``first`` up to ``stop``, for every query."""
+    grid = Grid.of(at, tile)
+    begins = grid.keys.begins
+    ends = begins + grid.keys.sizes
+    some = (begins < stop) & (ends > first)
+    return _of_keys(_kind(some, (begins >= first) & (ends <= stop))[None], grid)
+
+
 def outline_key_mask(mask: Tensor, grid: Grid) -> Outline:
     """Return the outline of the keys that a mask [B, K] holds, for every query."""
     real, exists = grid.keys.cut(mask.long(), 0)
@@ -225,21 +234,25 @@ def _extremes(labels: Tensor, exists: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def overlap(side: Side, size: int, blocks: int) -> Tensor:
-    """Count the positions that each tile shares with each block of ``size``, float32 [tiles, blocks]."""
+    """Count the positions that each tile shares with each block of ``size``, float64 [tiles, blocks].
+
+    In float64, which autocast leaves alone.
+    """
     first = torch.arange(blocks, device=side.device) * size
     begins = side.begins[:, None]
     shared = torch.minimum(begins + side.sizes[:, None], first + size) - torch.maximum(begins, first)
-    return shared.clamp(min=0).float()
+    return shared.clamp(min=0).double()
 
 
 def outline_of_record(made: Record, device: torch.device) -> Outline:
     """Return the outline of a layout of tiles that the host made."""
     header, fields = made.header, made.fields
-    kind = torch.zeros(header.groups, header.q_tiles, header.k_tiles, dtype=torch.int8)
+    host = torch.device("cpu")  # whatever the default device is
+    kind = torch.zeros(header.groups, header.q_tiles, header.k_tiles, dtype=torch.int8, device=host)
     bounds = fields.q_ptr.reshape(-1, 3).long()
-    rows = torch.repeat_interleave(torch.arange(len(bounds)), bounds[:, 2] - bounds[:, 0])
-    place = torch.arange(len(rows))
-    is_full = place < bounds[rows, 1]
+    counts = bounds[:, 2] - bounds[:, 0]
+    rows = torch.repeat_interleave(torch.arange(len(bounds), device=host), counts)
+    is_full = torch.arange(len(rows), device=host) < bounds[rows, 1]
     kind.view(-1, max(header.k_tiles, 1))[rows, fields.q_tile[: len(rows)].long()] = _kind(
         torch.ones_like(is_full), is_full
     )

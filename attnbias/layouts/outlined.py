@@ -76,7 +76,9 @@ def lay_out_outlined(
         place = 0
         overflow.report(_counts(tried[0][1]), capacity, tried[0][1].faults)
     grid, found = tried[place]
-    return _assemble(grid, found, related, capacity)
+    most = found.kind.numel()
+    room = Capacity(min(capacity.tiles, most), min(capacity.partial, most))  # more would only take time
+    return _assemble(grid, found, related, room)
 
 
 def _test_ragged_ends(kind: Tensor, grid: Grid) -> Tensor:
@@ -116,7 +118,7 @@ def _assemble(grid: Grid, found: Outline, related: Related, capacity: Capacity) 
     groups = max(batch * heads, 1)
     group = torch.arange(batch * heads, device=grid.device).view(batch, heads)
     shape = (groups, grid.q_tiles, grid.k_tiles)
-    kind = found.kind.new_zeros(shape).copy_(found.kind.view(-1, *shape[1:])).reshape(-1)
+    kind = (found.kind if batch * heads else found.kind.new_zeros(shape)).reshape(-1)
     tested = _test(grid, kind, heads, related, capacity.partial)
     header = Header.of(
         *(grid.q_len, grid.k_len, grid.q_start, group, groups, grid.tile),
@@ -141,7 +143,7 @@ def _assemble(grid: Grid, found: Outline, related: Related, capacity: Capacity) 
         fits = fits & ~fault.is_there
     kind = torch.where(fits, kind, NONE)
     # Whole tiles at a ragged end are partial in one list and full in the other.
-    by_query, by_key = (kind == ALL for _ in range(2))
+    by_query, by_key = kind == ALL, kind == ALL
     by_query[:, :, grid.k_len // grid.tile :] = False
     by_key[:, grid.q_len // grid.tile :] = False
     return fill(

@@ -29,7 +29,11 @@ _faults: list[str] = []  # texts, by number; the first is 1
 
 
 def report(wanted: Tensor, capacity: Capacity, faults: Sequence[Fault]) -> None:
-    """Tell the host, later, if more tiles are wanted [2] than fit, or a fault is there."""
+    """Tell the host if more tiles are wanted [2] than fit, or a fault is there.
+
+    Raises:
+        ValueError: at once where the numbers are on the host; else :func:`raise_overflow` raises later.
+    """
     message = _message_of(wanted.device)
     fits = torch.stack([torch.full_like(wanted[0], room) for room in capacity])
     number = torch.zeros_like(wanted[0])
@@ -41,6 +45,13 @@ def report(wanted: Tensor, capacity: Capacity, faults: Sequence[Fault]) -> None:
     news = torch.cat((wanted, fits, number.reshape(1)))
     message.there.copy_(torch.where(is_wrong, news, message.there))
     message.here.copy_(message.there, non_blocking=True)
+    if arrives_at_once(wanted.device):
+        raise_overflow()
+
+
+def arrives_at_once(device: torch.device) -> bool:
+    """Return whether the host has a device's numbers without waiting for them."""
+    return device.type == "cpu"
 
 
 def _message_of(device: torch.device) -> _Message:

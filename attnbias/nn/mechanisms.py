@@ -9,14 +9,19 @@ not the mean of all tokens; a score outside the relation is -inf, not -1e9.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..layouts.layout import Layout
 from ..relations import Causal, Full, Relation, Window
 from ..scores.terms import Term
+from ..sharding import Shard
 from .relational import RelationalAttention
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class SelfAttention(RelationalAttention):
@@ -100,10 +105,12 @@ class GraphAttention(RelationalAttention):
     def forward(  # type: ignore[override]  # the second argument is the graph, not memory
         self,
         x: Tensor,
-        relation: Relation | Layout | None = None,
+        relation: Relation | Layout | Shard | None = None,
         *,
         terms: Sequence[Term] = (),
         return_weights: bool = False,
+        mesh: DeviceMesh | ProcessGroup | None = None,
+        length: int | tuple[int, int] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend along the edges.
 
@@ -113,10 +120,14 @@ class GraphAttention(RelationalAttention):
                 the relation that the layer was made with.
             terms: score terms, such as an ``EdgeBias``.
             return_weights: also return the weights, as a dense matrix; for large graphs use ``edge_weights``.
+            mesh: as in the base class.
+            length: as in the base class.
 
         Raises:
             TypeError: if there is no graph.
         """
         if relation is None and self.relation is None:
             raise TypeError("relation: wanted a graph, got None; Full() relates all nodes")
-        return super().forward(x, relation=relation, terms=terms, return_weights=return_weights)
+        return super().forward(
+            x, relation=relation, terms=terms, return_weights=return_weights, mesh=mesh, length=length
+        )

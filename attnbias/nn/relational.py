@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,16 @@ from ..arguments import as_flag
 from ..attention import attention
 from ..layouts.layout import Layout
 from ..op.weights import attention_weights
-from ..relations import Relation
+from ..relations import Full, Relation
 from ..relations.relation import resolve_start
 from ..scores.terms import Term
+from ..sharding import Shard
+from ..sharding.cache import cached_shard
 from .rotary import Rotary
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class RelationalAttention(nn.Module):
@@ -23,6 +29,10 @@ class RelationalAttention(nn.Module):
 
     Each token gets the mean of its neighbours' values, weighted by the softmax of
     ``query @ key / sqrt(head_size)`` over the neighbours. A token without neighbours gets zeros.
+
+    Over several processes: a plan of tensor parallelism with ``ColwiseParallel`` for ``query``, ``key`` and
+    ``value`` and ``RowwiseParallel`` for ``out`` gives each rank some of the heads. A call with a Shard, or
+    with ``mesh=`` and ``length=``, gives each rank some of the tokens.
 
     Args:
         d_model: features per token.
@@ -97,27 +107,33 @@ class RelationalAttention(nn.Module):
         x: Tensor,
         memory: Tensor | None = None,
         *,
-        relation: Relation | Layout | None = None,
+        relation: Relation | Layout | Shard | None = None,
         terms: Sequence[Term] = (),
         q_start: int | Literal["end"] = 0,
         return_weights: bool = False,
+        mesh: DeviceMesh | ProcessGroup | None = None,
+        length: int | tuple[int, int] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend from each token of ``x``.
 
         Args:
             x: tokens that attend, [n, d_model] or [B, n, d_model].
             memory: tokens that are attended to, with as many dimensions; ``x`` itself if None.
-            relation: replaces the layer's own; a Layout works too.
+            relation: replaces the layer's own; a Layout works too. With a Shard, ``x`` and ``memory`` are the
+                tokens of this rank.
             terms: score terms, as in ``attention``.
             q_start: position of the first token of ``x`` in ``memory``.
             return_weights: also return the weights before dropout, as a dense tensor; for short sequences.
+            mesh: shard the relation over these ranks. ``x`` is this rank's part of the sequence, in order:
+                ``ab.shard(relation, length, mesh, split="even").scatter(whole, -2)``.
+            length: with ``mesh``, the tokens of all ranks; or those of ``x`` and of ``memory``.
 
         Returns:
             Tokens shaped like ``x``. With ``return_weights``, also the weights [B, heads, n, m], without B if
             x has none, and without the heads if ``heads == 1``.
 
         Raises:
-            ValueError: if a shape does not fit.
+            ValueError: if a shape does not fit, or options do not go together.
             TypeError: if ``x`` or ``memory`` is not a tensor.
         """
         memory = x if memory is None else memory
@@ -130,22 +146,38 @@ class RelationalAttention(nn.Module):
                     f"got {list(tokens.shape)}"
                 )
         used = self.relation if relation is None else relation
+        if mesh is not None or length is not None:
+            used, q_start = make_shard(used, mesh, length, q_start), 0
+        wants_weights = as_flag("return_weights", return_weights)
+        if isinstance(used, Shard) and wants_weights:
+            raise ValueError(
+                "return_weights: wanted False with a shard, of which a rank has some tokens, got True; "
+                "gather the tokens and call the layer with the relation"
+            )
+        # By their size, not their number: with tensor parallelism a rank has some of the heads.
+        query, key, value = (
+            each.unflatten(-1, (-1, self.head_size)).transpose(-3, -2)  # [B, H or Hk, n, D], or without B
+            for each in (self.query(x), self.key(memory), self.value(memory))
+        )
         start = resolve_start(q_start, x.shape[-2], memory.shape[-2])
-        query = split_heads(self.query(x), self.heads)  # [B, H, n, D], or without B
-        key = split_heads(self.key(memory), self.key_heads)  # [B, Hk, m, D]
-        value = split_heads(self.value(memory), self.key_heads)  # [B, Hk, m, D]
         if self.rotary is not None:
-            query, key = self.rotary(query, start), self.rotary(key)
+            of_queries, of_keys = (
+                (used.positions, used.key_positions) if isinstance(used, Shard) else (start, 0)
+            )
+            query, key = self.rotary(query, of_queries), self.rotary(key, of_keys)
         dropout_p = self.dropout if self.training else 0.0
         h = attention(
-            *(query, key, value, used),
+            query,
+            key,
+            value,
+            used,
             terms=terms,
             softcap=self.softcap,
             dropout_p=dropout_p,
             q_start=start,
         )
         out: Tensor = self.out(join_heads(h))
-        if not as_flag("return_weights", return_weights):
+        if not wants_weights or isinstance(used, Shard):
             return out
         weights = attention_weights(query, key, used, terms=terms, softcap=self.softcap, q_start=start)
         return out, weights.squeeze(-3) if self.heads == 1 else weights
@@ -153,6 +185,24 @@ class RelationalAttention(nn.Module):
     def extra_repr(self) -> str:
         """See :class:`torch.nn.Module`."""
         return f"{self.d_model}, heads={self.heads}, relation={self.relation!r}"
+
+
+def make_shard(relation: object, mesh: object, length: object, q_start: int | Literal["end"]) -> Shard:
+    """Shard a relation over ranks that hold parts of the sequence in order; made once.
+
+    Raises:
+        ValueError: unless a mesh and a length are given.
+        TypeError: for a Layout or a Shard.
+    """
+    if mesh is None:
+        raise ValueError(f"length: wanted None without mesh=, got {length!r}")
+    if length is None:
+        raise ValueError("length: wanted the number of tokens of all ranks with mesh=, got None")
+    relation = Full() if relation is None else relation
+    if not isinstance(relation, Relation):
+        raise TypeError(f"relation: wanted a Relation or None with mesh=, got {type(relation).__name__}")
+    lengths = (length, length) if isinstance(length, int) else length
+    return cached_shard(relation, lengths, mesh, split="even", q_start=q_start)  # type: ignore[arg-type]
 
 
 def check_relation(relation: Relation, heads: int) -> Relation:

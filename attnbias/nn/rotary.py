@@ -63,10 +63,20 @@ class Rotary(nn.Module):
         else:
             position = torch.arange(start, start + x.shape[-2], device=x.device, dtype=precision)
         angle = position[:, None] * self.base**-power  # [n, D / 2]
-        cos, sin = angle.cos(), angle.sin()
+        cos, sin = (_place_like(x, each) for each in (angle.cos(), angle.sin()))
         left, right = x.to(precision).split(half, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
     def extra_repr(self) -> str:
         """See :class:`torch.nn.Module`."""
         return f"{self.head_size}, base={self.base}"
+
+
+def _place_like(x: Tensor, table: Tensor) -> Tensor:
+    """Return a table that every rank has as a DTensor where x is one, whose operations take no other."""
+    if type(x).__name__ != "DTensor":
+        return table
+    from torch.distributed.tensor import DTensor, Replicate  # slow to import
+
+    assert isinstance(x, DTensor)
+    return DTensor.from_local(table, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False)

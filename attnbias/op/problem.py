@@ -138,6 +138,8 @@ class Problem:
         places: Places | None = None,
         **options: Unpack[Options],
     ) -> None:
+        if not torch.compiler.is_compiling():
+            raise_overflow()
         given: Options = {**DEFAULTS, **options} if options else DEFAULTS
         if len(given) != len(DEFAULTS):
             unknown = next(name for name in options if name not in DEFAULTS)
@@ -219,7 +221,6 @@ class Problem:
 
 def layout_for(problem: Problem) -> Layout:
     """Return the layout of a problem, from the relation's cache unless it was given."""
-    raise_overflow()
     relation, query, score = problem.relation, problem.query, problem.score
     if relation is None:
         assert problem.layout is not None
@@ -445,6 +446,8 @@ def _not_a_relation(got: Any) -> str:
         return f"{wanted}, got a tensor {_shape(got)}; for a boolean mask use ab.Dense(mask)"
     if hasattr(got, "edge_index"):
         return f"{wanted}, got {type(got).__name__}, which has edges; use ab.Graph(data)"
+    if hasattr(got, "attend_sharded"):
+        return f"{wanted}, got a {type(got).__name__}; only attention runs on several processes"
     if type(got).__name__ == "BlockMask":
         return f"{wanted}, got a BlockMask; use attnbias.integrations.flex.from_block_mask(mask)"
     if isinstance(got, type) and issubclass(got, Relation):

@@ -308,9 +308,11 @@ class Transposed(_Moved):
         return Bound(solid, edges)
 
     def _outline(self, at: Place, tile: int) -> Outline | None:
-        turned = Place(at.k_len, at.q_len, at.k_start, at.batch, at.heads, at.device, 1.0, at.q_start, True)
+        turned = at._replace(
+            q_len=at.k_len, k_len=at.q_len, q_start=at.k_start, k_start=at.q_start, is_moved=True
+        )
         inner = self.relation._outline(turned, tile)
-        return None if inner is None else inner.turn()
+        return super()._outline(at, tile) if inner is None else inner.turn()
 
     @property
     def T(self) -> Relation:
@@ -350,7 +352,13 @@ class Shifted(_Moved):
         return Bound(solid, edges)
 
     def _outline(self, at: Place, tile: int) -> Outline | None:
-        return self.relation._outline(at._replace(k_start=at.k_start - self.distance, is_moved=True), tile)
+        inner = self.relation._outline(at._replace(k_start=at.k_start - self.distance, is_moved=True), tile)
+        if inner is None:
+            return super()._outline(at, tile)
+        keys = self.lengths[1]
+        if keys is None:
+            return inner
+        return outline.intersect((inner, outline.outline_keys(self.distance, self.distance + keys, at, tile)))
 
     def __repr__(self) -> str:
         return f"{self.relation!r}.shift({self.distance})"

@@ -148,8 +148,8 @@ class Blocks(Relation):
             listed = torch.where((chosen < 0) | (chosen >= nk), nk, chosen)
             chosen = torch.zeros(*table.shape[:3], nk + 1, dtype=torch.bool, device=grid.device)
             chosen = chosen.scatter(-1, listed, True)[..., :-1]
-        # Whole numbers below 2^15, which float32 holds: queries x keys that a tile shares with chosen blocks.
-        shared = overlap(grid.queries, q_size, table.shape[2]) @ chosen.float()
+        # Queries times keys that a tile shares with chosen blocks.
+        shared = overlap(grid.queries, q_size, table.shape[2]) @ chosen.double()
         pairs = shared @ overlap(grid.keys, k_size, chosen.shape[3]).T
         return outline_counts(pairs, grid.areas)._replace(faults=tuple(faults))
 
@@ -159,7 +159,9 @@ def _as_table(blocks: Any) -> Tensor:
     if not isinstance(blocks, Tensor):
         array = np.ascontiguousarray(blocks) if isinstance(blocks, np.ndarray) else blocks
         with contextlib.suppress(RuntimeError, TypeError, ValueError):  # as_indices says what is wrong
-            blocks = torch.as_tensor(array, device="cpu")
+            made = torch.as_tensor(array, device="cpu")
+            if made.numel() or isinstance(blocks, np.ndarray):  # it also knows that empty lists hold integers
+                blocks = made
     if isinstance(blocks, Tensor) and blocks.dtype == torch.bool:
         check_dense("blocks", blocks)
         if blocks.dim() not in (2, 3, 4):
@@ -195,7 +197,7 @@ def topk_blocks(scores: Tensor, k: int, size: int | Sequence[int] = 128) -> Bloc
     """Choose the ``k`` key blocks of the highest score for each query block; the device is not waited for.
 
     Args:
-        scores: [nq, nk], [H, nq, nk] or [B, H, nq, nk]; a block of score -inf is never chosen.
+        scores: [nq, nk], [H, nq, nk] or [B, H, nq, nk]; a block of score -inf or NaN is never chosen.
         k: blocks to choose; all where there are fewer.
         size: positions in a block, or (queries, keys).
 
@@ -211,5 +213,6 @@ def topk_blocks(scores: Tensor, k: int, size: int | Sequence[int] = 128) -> Bloc
             f"scores: wanted floating-point numbers [nq, nk], [H, nq, nk] or [B, H, nq, nk], "
             f"got {scores.dtype} {list(scores.shape)}"
         )
-    best = scores.detach().topk(min(as_count("k", k), scores.shape[-1]), dim=-1)
+    known = scores.detach().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    best = known.topk(min(as_count("k", k), scores.shape[-1]), dim=-1)
     return Blocks(torch.where(best.values > -torch.inf, best.indices, -1), size)

@@ -62,7 +62,7 @@ class Documents(Relation):
                 lengths, which is read where they are on a GPU.
         """
         sizes = as_indices("lengths", lengths, (1,))
-        if total is None or sizes.device.type == "cpu":
+        if total is None or _is_known(sizes):
             sizes = sizes.cpu()
             if len(sizes) and int(sizes.min()) < 0:
                 raise ValueError(f"lengths: wanted 0 or more, got {int(sizes.min())}")
@@ -79,10 +79,13 @@ class Documents(Relation):
             cu_k: [n + 1].
             total: as for :meth:`from_lengths`; (queries, keys) where they differ.
         """
+        if isinstance(total, tuple) and len(total) != 2:
+            raise ValueError(f"total: wanted a number, or (queries, keys), got {total!r}")
         of_queries, of_keys = total if isinstance(total, tuple) else (total, total)
         ids = _ids_from_offsets("cu_q", cu_q, of_queries)
         if cu_k is None:
             return cls(ids)
+        cu_q, cu_k = as_indices("cu_q", cu_q, (1,)), as_indices("cu_k", cu_k, (1,))
         if len(cu_k) != len(cu_q):
             raise ValueError(f"cu_k: wanted {len(cu_q)} offsets as in cu_q, got {len(cu_k)}")
         return cls(ids, _ids_from_offsets("cu_k", cu_k, of_keys))
@@ -166,22 +169,25 @@ def _labels(ids: Tensor, known: Tensor, place: Tensor) -> Tensor:
 
 def _ids_from_offsets(name: str, offsets: Tensor, total: int | None) -> Tensor:
     ends = as_indices(name, offsets, (1,))
-    if total is None or ends.device.type == "cpu":
+    if total is None or _is_known(ends):
         ends = ends.cpu()
         if len(ends) == 0 or ends[0] != 0 or (len(ends) > 1 and int(ends.diff().min()) < 0):
             raise ValueError(f"{name}: wanted offsets that rise from 0, got {ends.tolist()}")
     return _number_positions(ends[1:], total)
 
 
+def _is_known(numbers: Tensor) -> bool:
+    """Return whether the host may look at numbers: not while it traces, and not without need on a GPU."""
+    return numbers.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def _number_positions(ends: Tensor, total: int | None) -> Tensor:
     """Return the document of each position, from the ends of the documents; -1 after the last."""
-    is_known = ends.device.type == "cpu"
-    last = (int(ends[-1]) if len(ends) else 0) if is_known else None
-    if total is None:
-        total = last
-    elif last is not None and as_count("total", total) < last:
-        raise ValueError(f"total: wanted at least the {last} positions of the documents, got {total}")
-    assert total is not None  # offsets on a device were read where it was not given
+    if total is None or _is_known(ends):
+        last = int(ends[-1]) if len(ends) else 0
+        total = last if total is None else as_count("total", total)
+        if total < last:
+            raise ValueError(f"total: wanted at least the {last} positions of the documents, got {total}")
     place = torch.arange(total, device=ends.device)
     number = torch.searchsorted(ends, place, right=True)
     return torch.where(number < len(ends), number, -1)
@@ -263,7 +269,11 @@ class EachDocument(Compound):
         return intersect(super()._bind(at), self.documents._bind(at), at.rule(self.related))
 
     def _outline(self, at: Place, tile: int) -> Outline | None:
-        return self.documents._outline(at, tile).blur() if self.relation._is_on_host else None
+        if not self.relation._is_on_host:
+            return None
+        found = self.documents._outline(at, tile).blur()
+        sizes = self.batch_size or at.batch or 1, self.head_count or at.heads or 1
+        return found._replace(kind=found.kind.expand(*sizes, -1, -1))
 
     def _place_documents(self) -> Intervals | None:
         """Bind the relation once per shape of document, and put it at each document's corner.

@@ -12,6 +12,7 @@ from ..sets.bound import Bound, Place
 from ..sets.pairs import Pairs
 from .algebra import And
 from .orders import morton, reverse_cuthill_mckee
+from .portion import Portion
 from .relation import Relation
 from .tables import find_rows
 from .value import kept
@@ -191,6 +192,8 @@ def find_edges(relation: Relation, what: str) -> Listed:
     Raises:
         ValueError: naming ``what``, if there is no such one or more than one.
     """
+    if isinstance(relation, Portion):  # its edges keep their numbers in the whole
+        return find_edges(relation.whole, what)
     found = numbered(relation)
     if found is not None:
         return found

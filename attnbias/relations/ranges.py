@@ -195,6 +195,8 @@ class Ranges(Relation):
         if not at.is_moved and stop.numel() and int(stop.max()) > at.k_len:
             raise ValueError(f"stop: wanted at most k_len = {at.k_len}, got {int(stop.max())}")
         group = make_groups(self.batch_size, self.head_count)
+        if not group.size:
+            return Bound(Intervals.empty(at.q_len, at.k_len, group))
         if start.shape[3] == 1:
             low, high = (x.numpy().reshape(-1) - at.k_start for x in (start, stop))
             form = Intervals.one_per_row(at.q_len, at.k_len, low, high)
@@ -205,20 +207,19 @@ class Ranges(Relation):
     def _outline(self, at: Place, tile: int) -> Outline:
         grid = Grid.of(at, tile)
         start, stop = (x.to(grid.device) for x in self._tables)
-        is_wrong = (start < 0) | (start > stop)
-        text = "stop: wanted 0 <= start <= stop in every range, got another"
-        faults = [Fault(is_wrong.any(), text)]
-        if not at.is_moved:
-            text = f"stop: wanted at most k_len = {at.k_len}, got more"
-            faults.append(Fault((stop > at.k_len).any(), text))
         rows = torch.arange(at.q_start, at.q_start + at.q_len, device=grid.device)
-        exists = (rows >= 0) & (rows < start.shape[2])
+        exists = ((rows >= 0) & (rows < start.shape[2]))[:, None]
         if not start.numel():
             start = stop = start.new_zeros(*start.shape[:2], 1, 1)
         rows = rows.clamp(0, start.shape[2] - 1)
-        start, stop = start[:, :, rows], stop[:, :, rows]
-        found = outline_ranges(start, torch.where(exists[:, None], stop, start), grid)
-        return found._replace(faults=tuple(faults))
+        start, stop = (torch.where(exists, x[:, :, rows], 0) for x in (start, stop))
+        text = "stop: wanted 0 <= start <= stop in every range, got another"
+        faults = [Fault(((start < 0) | (start > stop)).any(), text)]
+        if not at.is_moved:
+            faults.append(
+                Fault((stop > at.k_len).any(), f"stop: wanted at most k_len = {at.k_len}, got more")
+            )
+        return outline_ranges(start, stop, grid)._replace(faults=tuple(faults))
 
     def _union(self, k_len: int) -> Intervals:
         """Return the ranges of all queries: sorted, disjoint, not touching."""

@@ -211,7 +211,8 @@ class Relation(Value):
 
     def _outline(self, at: Place, tile: int) -> Outline | None:
         """Return which tiles hold pairs, found on the device of the data; None if only the host can tell."""
-        if self.repeats or self.listed or not self._is_on_host:
+        is_moved = at.is_moved or at.k_start != 0
+        if self.repeats or self.listed or not self._is_on_host or (is_moved and self.lengths != (None, None)):
             return None
         return _outline_once(self, at, tile) if self.is_small else outline_bound(self._bind(at), at, tile)
 
@@ -239,7 +240,7 @@ class Relation(Value):
     ) -> Layout:
         """Return the layout at these lengths, built once and kept with the relation.
 
-        The arguments are those of :meth:`Layout.build`.
+        The arguments are those of :meth:`Layout.build`. A layout with a capacity is built anew in each call.
         """
         make = cached_layout
         if torch.is_inference_mode_enabled():  # what is kept is used in training, too
@@ -385,7 +386,7 @@ class Relation(Value):
         raise TypeError("a relation is neither true nor false: write a & b, a | b, ~a")
 
 
-@lru_cache(maxsize=64)  # patterns around data that changes in every step
+@lru_cache(maxsize=16)  # patterns around data that changes in every step
 def _outline_once(relation: Relation, at: Place, tile: int) -> Outline:
     return outline_bound(relation._bind(at), at, tile)
 

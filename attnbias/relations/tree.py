@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.serialization import add_safe_globals
 
 from ..arguments import as_indices
 from ..sets.bound import MANY_RANGES, MOST_PER_ROW, Bound, Place, intersect
-from ..sets.intervals import Intervals, Ints, gather_ranges
+from ..sets.intervals import Intervals, Ints, gather_ranges, make_groups
 from ..sets.permute import permute
 from .algebra import Compound
 from .relation import Relation
@@ -113,6 +114,8 @@ class Tree(Relation):
             None where tokens stand in an order that leaves too many ranges.
         """
         _, group = distinct_rows(self.parents)
+        if not self.batch_size:
+            return Intervals.empty(*self.lengths, make_groups(0))
         length, forms = self.lengths[0], list[Intervals]()
         tables = [np.atleast_2d(x.cpu().numpy()) for x in self._places]
         for row in np.unique(group, return_index=True)[1]:
@@ -178,6 +181,9 @@ class PackedTree(NamedTuple):
         """The share of tokens that packing saves."""
         total = sum(map(len, self.index))
         return 1 - len(self.ids) / total if total else 0.0
+
+
+add_safe_globals([PackedTree])  # torch.load(weights_only=True) may make one: it holds relations and tensors
 
 
 class _Places(NamedTuple):

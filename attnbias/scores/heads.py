@@ -1,21 +1,25 @@
-"""Terms and scores of some of the heads that they were given for."""
+"""Terms and scores of some of the heads and batches that they were given for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
 from .additive import AdditiveScore, Score
 from .terms import KernelTerm, Sizes, Term
 
+Axis = Literal["batch", "heads"]
+
 
 @dataclass(frozen=True, eq=False)
-class _Heads(KernelTerm):
-    """A kernel term of the heads from ``first`` on, which is given for ``total`` heads."""
+class _Some(KernelTerm):
+    """A kernel term of the heads or batches from ``first`` on, which is given for ``total`` of them."""
 
     term: KernelTerm
+    axis: Axis
     first: int
     total: int
 
@@ -31,16 +35,24 @@ class _Heads(KernelTerm):
 
     def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """See :class:`Term`."""
-        return self.term.value(b, h + self.first, q, k)
+        return self.term.value(*_in_whole(self, b, h), q, k)
 
     def check(self, sizes: Sizes) -> None:
         """See :class:`KernelTerm`."""
-        self.term.check(sizes._replace(heads=self.total))
+        self.term.check(self._whole(sizes))
 
     def make_part(self, sizes: Sizes) -> Tensor:
-        """See :class:`KernelTerm`; every part has its heads in dimension 1."""
-        made = self.term.make_part(sizes._replace(heads=self.total))
-        return made.narrow(1, self.first, sizes.heads) if made.shape[1] == self.total > 1 else made
+        """See :class:`KernelTerm`; parts have batches in dimension 0, if at all, and heads in dimension 1."""
+        made = self.term.make_part(self._whole(sizes))
+        dim = 1 if self.axis == "heads" else 0
+        if made.shape[dim] == 1 or (dim == 0 and self.part == "edge"):
+            return made
+        return made.narrow(dim, self.first, getattr(sizes, self.axis))
+
+    def _whole(self, sizes: Sizes) -> Sizes:
+        """Return the sizes that the term is given for."""
+        is_heads = self.axis == "heads"
+        return sizes._replace(heads=self.total) if is_heads else sizes._replace(batch=self.total)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -54,20 +66,35 @@ class _Heads(KernelTerm):
 
 @dataclass(frozen=True, eq=False)
 class _Defined:
-    """A term that has only a definition, of heads from ``first`` on."""
+    """A term that has only a definition, of the heads or batches from ``first`` on."""
 
     term: Term
+    axis: Axis
     first: int
 
     def value(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """See :class:`Term`."""
-        return self.term.value(b, h + self.first, q, k)
+        return self.term.value(*_in_whole(self, b, h), q, k)
+
+
+def _in_whole(some: _Some | _Defined, b: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of batches and heads in what the term was given for."""
+    return (b, h + some.first) if some.axis == "heads" else (b + some.first, h)
 
 
 def terms_of_heads(terms: Sequence[Term], first: int, total: int) -> list[Term]:
     """Return the terms of the heads from ``first`` on, where they are given for ``total`` heads."""
+    return _take("heads", terms, first, total)
+
+
+def terms_of_batches(terms: Sequence[Term], first: int, total: int) -> list[Term]:
+    """Return the terms of the batches from ``first`` on, where they are given for ``total`` batches."""
+    return _take("batch", terms, first, total)
+
+
+def _take(axis: Axis, terms: Sequence[Term], first: int, total: int) -> list[Term]:
     return [
-        _Heads(term, first, total) if isinstance(term, KernelTerm) else _Defined(term, first)
+        _Some(term, axis, first, total) if isinstance(term, KernelTerm) else _Defined(term, axis, first)
         for term in terms
     ]
 

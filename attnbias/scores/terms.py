@@ -424,9 +424,9 @@ def why_not_parts(terms: Sequence[Term]) -> list[str]:
         if not isinstance(term, KernelTerm)
     ]
     found = [getattr(term, "shape", None) for term in terms]
-    shapes = {shape for shape in found if shape is not None}  # torch 2.10 cannot compile a := in here
+    shapes = {shape for shape in found if shape is not None}  # dynamo cannot trace a := in here
     if len(shapes) > 1:
-        reasons.append(f"terms: grids of one shape, got GridBias of shapes {sorted(shapes)}")
+        reasons.append(f"terms: grids of one shape, got GridBias of shapes {sorted(shapes, key=str)}")
     return reasons
 
 

@@ -117,6 +117,21 @@ class Bound:
         edges = None if self.edges is None else self.edges.take_groups(group, which)
         return Bound(solid, edges)
 
+    def narrow(self, first_batch: int, batches: int, first_head: int, heads: int) -> Bound:
+        """Return the same set for some batches and heads, where it tells them apart."""
+        first_batch, batches = (first_batch, batches) if self.group.shape[0] > 1 else (0, 1)
+        first_head, heads = (first_head, heads) if self.group.shape[1] > 1 else (0, 1)
+        some = self.group[first_batch : first_batch + batches, first_head : first_head + heads]
+        if some.shape == self.group.shape:
+            return self
+        used, group = np.unique(some, return_inverse=True)
+        taken = self.take_groups(group.reshape(some.shape), used)
+        if isinstance(taken.solid, Predicate):  # its rule knows batches and heads by their numbers
+            rule = taken.solid.related
+            moved: Related = lambda q, k, b, h: rule(q, k, b + first_batch, h + first_head)  # noqa: E731
+            taken = replace(taken, solid=replace(taken.solid, related=moved))
+        return taken
+
     @property
     def no_edges(self) -> Edges:
         """An empty list of edges of the same sizes."""
@@ -154,12 +169,15 @@ def intersect(a: Bound, b: Bound, related: Related) -> Bound:
                 kept[part] |= (theirs > 0) & ((often >= theirs) if mine is a else (often > theirs))
         if mine is a or kept.any():
             listed.append(mine.edges.filter(kept))
-    solid = None
+    edges, solid = join_edges(listed), None
     if a.solid is not None and b.solid is not None:
         solid = _intersect_solid(a.solid, b.solid, related)
-    if solid is None and not listed:
-        listed = [a.no_edges]
-    return Bound(solid, join_edges(listed))
+        if isinstance(solid, Predicate) and solid.related is related and edges is not None:
+            # The rule is the whole definition, so it holds for the edges as well: they count once.
+            solid = replace(solid, bound=solid.bound - edges.intervals())
+    elif edges is None:
+        edges = a.no_edges
+    return Bound(solid, edges)
 
 
 def _intersect_solid(

@@ -24,6 +24,7 @@ from ..scores.terms import EdgeBias, KernelTerm
 from .counts import Shape, heads_bytes, keys_bytes
 from .exchange import start
 from .heads import attend_by_heads
+from .ranks import compare
 from .traced import exchange
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Asked(NamedTuple):
     return_max: bool
     backend: str | None
     options: dict[str, Any]
+    first_batch: int = 0  # of the call, in a larger one of which it has some batches and heads
+    first_head: int = 0
 
     @property
     def needs_places(self) -> bool:
@@ -97,17 +100,23 @@ def attend(
     return_max: bool,
     backend: str | None,
     is_fetched: bool = False,
+    first_batch: int = 0,
+    first_head: int = 0,
     **options: Any,
 ) -> Any:
     """Run ``attention`` on this rank's queries; see there for the arguments.
 
     With ``is_fetched``, keys and values are those that its queries need, and nothing is sent.
+    The batches and heads may be some of a larger call; ``first_batch`` and ``first_head`` are the first ones.
     """
     plan = shard.plan
+    check_dense("query", query)
+    if is_traced(query) and shard.ranks.size > 1:
+        _check_traced(shard)
     if options.pop("q_start", 0) != 0:
         raise ValueError("q_start: wanted none with a shard; give it to ab.shard(..., q_start=)")
     _check_lengths(shard, query, key, value, is_fetched=is_fetched)
-    asked = Asked(return_lse, return_max, backend, options)
+    asked = Asked(return_lse, return_max, backend, options, first_batch, first_head)
     if shard.ranks.size == 1:
         wanted: dict[str, Any] = {"return_lse": return_lse, "return_max": return_max, "backend": backend}
         return attention(query, key, value, plan.relation, q_start=plan.place.q_start, **wanted, **options)
@@ -115,6 +124,10 @@ def attend(
     squeeze = query.dim() == 3
     if squeeze:
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+    if shard.is_checked and "compared" not in shard.kept:
+        shard.kept["compared"] = True
+        shape = Shape.of(query, key, value)._asdict()
+        compare(shard.ranks, [("dtype", query.dtype), *shape.items(), ("options", sorted(options))])
     way = attend_fetched if is_fetched else attend_by_keys
     if not is_fetched and choose_way(shard, query, key, value) == "heads":
         way = attend_by_heads
@@ -208,8 +221,8 @@ def _problem(
     else:
         layout, positions = shard.layout(query.device, form, heads, levels), shard.places(query.device)
     if asked.needs_places:
-        first = 0 if heads.start is None else heads.start
-        places = Places(*positions, place.q_len, place.k_len, place.q_start, first_head=first)
+        first = asked.first_head + (0 if heads.start is None else heads.start)
+        places = Places(*positions, place.q_len, place.k_len, place.q_start, asked.first_batch, first)
     return Problem(
         *(query, key, value, layout),
         return_lse=asked.return_lse,
@@ -245,6 +258,14 @@ def find_form(shard: Shard, query: Tensor, asked: Asked) -> Form:
             )
         return "edges"
     return "tiles" if query.shape[-1] > LARGEST_ON_EDGES and not shard.relation.listed else "auto"
+
+
+def _check_traced(shard: Shard) -> None:
+    """Raise unless a traced program can run the shard: nothing is planned or laid out in it."""
+    if shard.by != "keys":
+        raise NotImplementedError(f"by: wanted 'keys' in a traced program, got {shard.by!r}")
+    if "prepared" not in shard.kept:
+        raise ValueError("relation: wanted shard.prepare(device) before tracing, got a new shard")
 
 
 def _check_lengths(shard: Shard, query: Tensor, key: Tensor, value: Tensor, *, is_fetched: bool) -> None:

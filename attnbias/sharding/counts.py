@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -102,8 +101,3 @@ def executed_of(plan: Plan) -> NDArray[np.float64]:
         return pairs_of(plan).astype(np.float64)
     sums = np.bincount(plan.queries.tile_owner, weights=plan.work.executed, minlength=plan.ranks)
     return sums.astype(np.float64)
-
-
-def width_of(dtype: torch.dtype) -> int:
-    """Return the bytes of a number."""
-    return torch.empty((), dtype=dtype).element_size()

@@ -114,12 +114,13 @@ def _compute(
     relation: Relation | Layout = plan.relation
     if plan.bound.group.shape[1] > 1:
         relation = shard.layout_of_heads(query, slice(mine.first, mine.stop), asked)
+    places = Places(first_batch=asked.first_batch, first_head=asked.first_head + mine.first)
     problem = Problem(
         *(query, key, value, relation),
         return_lse=asked.return_lse,
         return_max=asked.return_max,
         q_start=plan.place.q_start,
-        places=Places(first_head=mine.first) if asked.options.get("dropout_p") else None,
+        places=places if asked.options.get("dropout_p") else None,
         **asked.options,
     )
     problem.draw_seed()

@@ -74,10 +74,14 @@ class Plan:
         np.fill_diagonal(counts, 0)
         return counts
 
+    def needed(self, rank: int) -> Ints:
+        """Return the keys that a rank's queries need, increasing."""
+        tiles = expand_tiles(np.flatnonzero(self.needs.tiles[rank]), self.keys.length)
+        return np.concatenate((tiles, self.needs.singles(rank)))
+
     def of(self, rank: int) -> Part:
         """Return what one rank does; it costs as much as it has rows and needs keys."""
-        needs, keys, k_len = self.needs, self.keys, self.keys.length
-        needed = np.concatenate((expand_tiles(np.flatnonzero(needs.tiles[rank]), k_len), needs.singles(rank)))
+        keys, needed = self.keys, self.needed(rank)
         source = keys.owner[needed]
         own = source == rank
         order = np.argsort(source, kind="stable")
@@ -169,8 +173,8 @@ def make_plans(
 def _bind(relation: Relation, at: Place) -> Bound:
     return relation.bind(
         *(at.q_len, at.k_len, at.q_start),
-        batch=at.batch if relation.batch_size is None else None,
-        heads=at.heads if relation.head_count is None else None,
+        batch=at.batch,
+        heads=at.heads,
         device=str(relation._device),
         most_listed=CPU_COSTS.most_listed,
     )

@@ -87,5 +87,5 @@ def compare(ranks: Ranks, facts: Iterable[tuple[str, object]]) -> None:
         for (name, first), (_, other) in zip(everyone[0], theirs, strict=False):
             if first != other:
                 raise ValueError(
-                    f"{name}: wanted the same on all ranks, got {first} on rank 0, {other} on {rank}"
+                    f"{name}: wanted the same on all ranks, got {first} on rank 0, {other} on rank {rank}"
                 )

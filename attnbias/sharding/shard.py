@@ -23,11 +23,13 @@ from ..sets.predicate import Predicate
 from ..sets.select import select
 from .arguments import as_lengths, as_relations, as_split, as_weights
 from .attend import Asked, attend, find_form
+from .counts import Shape
 from .exchange import Route
 from .gather import gather
 from .graphs import Fetched, fetch, local_graph
 from .plan import Part, Plan, make_plans
 from .ranks import Ranks, compare, digest, find_ranks
+from .report import Report, make_report
 from .split import Name, Split
 from .traced import Lists, Ready
 
@@ -141,6 +143,39 @@ class Shard:
     def key_positions(self) -> Tensor:
         """Positions of the keys that this rank holds, int64; those of its queries unless lengths differ."""
         return torch.from_numpy(self.plans[0].keys.tokens(self.ranks.rank))
+
+    def explain(
+        self,
+        heads: int = 32,
+        key_heads: int = 8,
+        dim: int | tuple[int, int] = 128,
+        dtype: torch.dtype = torch.bfloat16,
+        batch: int = 1,
+    ) -> Report:
+        """Count rows, pairs and bytes by rank, beside other ways to exchange; nothing is run.
+
+        Args:
+            heads: query heads.
+            key_heads: key heads.
+            dim: the head size, or (D, E).
+            dtype: that of the tensors.
+            batch: batch size.
+
+        Example:
+            >>> import attnbias as ab
+            >>> report = ab.shard(ab.Window(before=1023), 131_072, 8).explain()
+            >>> {way.name: round(way.share, 4) for way in report.ways}
+            {'keys': 0.0078, 'heads': 0.625, 'all-gather': 1.0, 'ring': 1.0}
+        """
+        D, E = (dim, dim) if isinstance(dim, int) else dim
+        width = torch.empty((), dtype=dtype).element_size()
+        sizes = (as_count("heads", heads, 1), as_count("key_heads", key_heads, 1))
+        if sizes[0] % sizes[1]:
+            raise ValueError(f"key_heads: wanted a number that divides the {heads} heads, got {key_heads}")
+        shape = Shape(
+            as_count("batch", batch, 1), *sizes, as_count("dim", D, 1), as_count("dim", E, 1), width
+        )
+        return make_report(self.plan, shape)
 
     @property
     def halo(self) -> Tensor:
@@ -331,6 +366,8 @@ class Shard:
     ) -> Shard:
         """Make all that a call reads, which a compiled one needs beforehand; return the shard itself.
 
+        A compiled call runs in one stage.
+
         Args:
             device: that of the tensors.
             form: "edges" for an ``AdditiveScore`` or ``EdgeBias``, "tiles" for head sizes above 256.
@@ -340,6 +377,7 @@ class Shard:
         route = self.route(device)
         group = "" if self.ranks.group is None else self.ranks.group.group_name
         layout = self.layout(device, form, slice(None), score)
+        self.kept["prepared"] = self.held("queries"), self.held("keys")
         self.kept[f"ready {form}"] = Ready(
             layout, self.places(device), Lists.of(route), group, route.keeps_all
         )
@@ -349,8 +387,7 @@ class Shard:
         """Return what :meth:`prepare` made."""
         ready: Ready | None = self.kept.get(f"ready {form}")
         if ready is None:
-            made = "" if form == "auto" else f", form={form!r}"
-            raise ValueError(f"relation: wanted shard.prepare(device{made}) before tracing, got a new shard")
+            raise ValueError(f"relation: wanted shard.prepare(device, form={form!r}) for this call, got none")
         return ready
 
     def held(self, of: Side) -> tuple[int, int]:
@@ -365,10 +402,8 @@ class Shard:
 
 def take_heads(bound: Bound, heads: slice) -> Bound:
     """Return the same set for some of the heads."""
-    if bound.group.shape[1] == 1 or heads == slice(None):
-        return bound
-    used, group = np.unique(bound.group[:, heads], return_inverse=True)
-    return bound.take_groups(group.reshape(bound.group.shape[0], -1), used)
+    first, stop, _ = heads.indices(bound.group.shape[1])
+    return bound.narrow(0, bound.group.shape[0], first, stop - first)
 
 
 def on_device(bound: Bound, device: torch.device) -> Bound:

@@ -338,6 +338,8 @@ static void forward_rows(const Single<T> &a, int64_t row, int64_t end, const int
     }
     for (int h = 0; h < L; h++) {
       for (int64_t i = row; i < end; i++) a.lse[h * Q + i] = m[i - row][h];
+      if (!a.row_max) continue;
+      for (int64_t j = h * Q + row; j < h * Q + end; j++) a.row_max[j] = max_or_nan(a.row_max[j], a.lse[j]);
     }
   });
 }

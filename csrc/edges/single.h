@@ -194,9 +194,9 @@ struct Single {
     return {lse_before[i], 1.0f, out_before[i]};
   }
 
-  // Write the largest score of row i, where it is wanted; `top` is that of its edges.
+  // Write the largest score of row i, where it is wanted; `top` is that of its edges, and lse is written.
   void put_max(int64_t i, float top) const {
-    if (row_max) row_max[i] = lse_before ? fmaxf(row_max[i], top) : top;
+    if (row_max) row_max[i] = max_or_nan(lse_before ? fmaxf(row_max[i], top) : top, lse[i]);
   }
 
   // A row of more than CHUNK edges.
@@ -225,7 +225,7 @@ struct Single {
   void forward_rows(int64_t row, int64_t end, const int32_t *ptr) const {
     alignas(64) float s[CHUNK + VL], of_row[CHUNK + VL], wide[MOST + VL];
     alignas(64) float m[BATCH + VL], l[BATCH + VL];
-    float scale[BATCH];
+    float scale[BATCH], top[BATCH];
     const int64_t first = ptr[row], total = ptr[end] - first;
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
@@ -237,7 +237,7 @@ struct Single {
     for (int64_t i = row; i < end; i++) {
       const int64_t at = ptr[i] - first, n = ptr[i + 1] - ptr[i];
       m[i - row] = largest_of(s + at, n, start(i).m);
-      if (row_max) put_max(i, largest_of(s + at, n, -INFINITY));
+      if (row_max) top[i - row] = largest_of(s + at, n, -INFINITY);
       spread(finite_or_0(m[i - row]), n, of_row + at);
     }
     for (int64_t j = 0; j < total; j += VL) store(s + j, exp_of(load(s + j) - load(of_row + j)));
@@ -259,6 +259,8 @@ struct Single {
     }
     for (int64_t i = row; i < end; i += VL)
       store_first(lse + i, lse_of(load(m + (i - row)), load(l + (i - row))), end - i);
+    if (row_max)
+      for (int64_t i = row; i < end; i++) put_max(i, top[i - row]);
   }
 
   // A piece of a long row: its sum, then m and l.

@@ -137,7 +137,7 @@ def edge_forward(
     store_rows(to, place, acc, is_row, E, E_PAD, ALIGN)
     tl.store(to_lse, lse2 * LN2, mask=is_row[:, None] & (place.h >= 0))
     if row_max.part is not None:
-        store_max(to_max, out.start, place, highest, is_row)
+        store_max(to_max, out.start, place, highest, lse2, is_row)
     if tl.max(place.slot, 0) >= 0:  # in few programs, the first ones
         is_piece = place.exists & (place.slot >= 0)
         line = lines_of_pieces(slots, place.slot, place, SHAPE)

@@ -90,7 +90,7 @@ def edge_merge(
         acc, lse2 = finish(m, total, acc, sink, place.h, place.exists)
         tl.store(rows_at(to_lse, place), lse2 * LN2, mask=place.exists[:, None] & (place.h >= 0))
         if row_max.part is not None:
-            store_max(to_max, out.start, place, highest, place.exists)
+            store_max(to_max, out.start, place, highest, lse2, place.exists)
     store_rows(to, place, acc, place.exists, SIZE, PADDED, ALIGN)
 
 

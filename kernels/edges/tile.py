@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..tiles.terms import keep_pairs
-from ..tiles.tile import LN2, LOG2E, cap
+from ..tiles.tile import LN2, LOG2E, cap, max_or_nan
 
 
 class Place(NamedTuple):
@@ -219,8 +219,8 @@ def load_start(out, lse, place, keep, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def store_max(to, start, place, highest, keep):
-    """Store the largest scores [L, H], which come times log2(e), where keep [L].
+def store_max(to, start, place, highest, lse, keep):
+    """Store the largest scores [L, H], which come times log2(e), where keep [L]; NaN where lse is.
 
     Where there is a start, of out, ``to`` holds those of the other keys.
     """
@@ -229,7 +229,7 @@ def store_max(to, start, place, highest, keep):
     highest = highest * LN2
     if start.ptr is not None:
         highest = tl.maximum(highest, tl.load(at, mask=is_kept, other=-float("inf")))
-    tl.store(at, highest, mask=is_kept)
+    tl.store(at, max_or_nan(highest, lse), mask=is_kept)
 
 
 @triton.jit

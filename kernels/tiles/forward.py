@@ -13,7 +13,18 @@ from .chunks import fetch, load_own, own_prefix, score
 from .extras import PLAIN, Extras, least_score
 from .levels import score_mixed
 from .terms import Dropout, add_terms, keep_tile
-from .tile import LN2, LOG2E, add_pairs, exp2, fma_pairs, head_of, mask, multiply_pairs, store_rows
+from .tile import (
+    LN2,
+    LOG2E,
+    add_pairs,
+    exp2,
+    fma_pairs,
+    head_of,
+    mask,
+    max_or_nan,
+    multiply_pairs,
+    store_rows,
+)
 from .walk import (
     NUMBERS,
     Rows,
@@ -161,7 +172,8 @@ def forward_kernel(
         m = m * c
     at = (b * heads + h).to(tl.int64) * q_len + i * ROWS + rows
     if row_max is not None:
-        tl.store(row_max + at, tl.where(total == 0, -float("inf"), m * LN2), mask=i * ROWS + rows < q_len)
+        highest = tl.where(total == 0, -float("inf"), max_or_nan(m * LN2, total))
+        tl.store(row_max + at, highest, mask=i * ROWS + rows < q_len)
     shrink = tl.full([ROWS], 1.0, tl.float32)
     if SPEC.has.sink:
         sink_score = tl.load(sink + h) * LOG2E

@@ -85,6 +85,13 @@ def cap(s, inner):
 
 
 @triton.jit
+def max_or_nan(highest, total):
+    """Return the largest scores, or NaN if one was: maxima may lose it, a sum and its logarithm do not."""
+    is_nan = total != total  # noqa: PLR0124 - Triton has no isnan
+    return tl.where(is_nan & (highest != float("inf")), float("nan"), highest)
+
+
+@triton.jit
 def pattern_words(lists, t, rows, cols, COLS: tl.constexpr, SHIFT: tl.constexpr, SPEC: tl.constexpr):
     """Return 32-bit words [rows, cols] that hold each pair's bit at position cols & (31 - SHIFT).
 

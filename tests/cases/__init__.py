@@ -11,6 +11,8 @@ processes          processes on this machine that form a group
 sharded            what they compute: problems whole and sharded
 sharded_graphs     what they compute over graphs
 sharded_layers     what they compute with layers of PyG
+dtensors           the same on DTensors
+parallel           models over processes: tensor parallel, FSDP2, shards, Hugging Face
 places             parts of a problem, computed at their places, compared with the whole
 compiled           modules with attention, compiled or exported, compared with eager ones
 reads              counts what the host reads from tensors

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 LIMIT = 60.0  # seconds that one function may take
+GRACE = 5.0  # seconds that the others may take once one has failed
 
 
 class Failure(Exception):
@@ -46,7 +47,9 @@ class Pool:
             self.processes.append(process)
         atexit.register(self.close)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, each: bool = False) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, each: bool = False, limit: float = LIMIT
+    ) -> list[Any]:
         """Run a function of an importable module in all processes; raise the first failure.
 
         With ``each``, return failures among the results instead.
@@ -56,10 +59,13 @@ class Pool:
         results: list[Any] = [None] * len(self.pipes)
         waiting = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
         while waiting:
-            ready = wait(list(waiting), LIMIT)
+            failed = [x for x in results if isinstance(x, Failure)] if not each else []
+            ready = wait(list(waiting), GRACE if failed else limit)
             if not ready:
                 self.close()
-                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in {LIMIT} s")
+                if failed:
+                    raise failed[0]
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in {limit} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[index]
                 try:

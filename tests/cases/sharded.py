@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attnbias as ab
-from attnbias.testing import random_relation
+from attnbias.testing import assert_no_worse, random_relation
 
 LENGTHS = (1, 97, 127, 128, 129, 300, 700)
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -150,7 +150,10 @@ def compare_random(rank: int, size: int, seeds: Sequence[int], kind: str, more: 
     wrong = []
     for seed in seeds:
         problem = draw(seed, size, kind)
-        whole, sharded = run_whole(problem), run_sharded(problem, **more)
+        sharded = run_sharded(problem, **more)
+        if rank:
+            continue  # all ranks have gathered the same
+        whole = run_whole(problem)
         for number, (a, b) in enumerate(zip(whole, sharded, strict=True)):
             error = difference(a, b)
             if error > 1e-12:
@@ -158,3 +161,237 @@ def compare_random(rank: int, size: int, seeds: Sequence[int], kind: str, more: 
                 told = f"{problem.relation} {problem.shard} {problem.lengths}"
                 wrong.append(f"seed {seed}: {name} differs by {error}: {told}")
     return wrong
+
+
+def compare_float32(rank: int, size: int, seeds: Sequence[int], dtype: torch.dtype) -> None:
+    """Compare with float64 by the tolerance rule, against eager PyTorch of the same dtype."""
+    for seed in seeds:
+        exact = draw(seed, size)
+        rounded = [x.detach().to(dtype).requires_grad_() for x in exact.tensors]
+        mine = run_sharded(exact._replace(tensors=rounded))
+        if rank:
+            continue
+        true = run_whole(exact._replace(tensors=[x.detach().double().requires_grad_() for x in rounded]))
+        eager = run_whole(exact._replace(tensors=rounded), backend="reference")
+        for number, name in enumerate(NAMES):
+            if true[number].numel():
+                factor = 2.0 if number < 2 else 3.0
+                assert_no_worse(name, mine[number], eager[number], true[number], factor)
+
+
+def run_twice(rank: int, size: int, dtype: torch.dtype) -> dict[str, bool]:
+    """Return whether two runs have the same bits, and whether out and lse have those of one process."""
+    same: dict[str, bool] = {}
+    relations = {
+        "window": ab.Window(before=300),
+        "causal": ab.Causal(),
+        "documents": ab.Documents.from_lengths([100, 700, 9, 391]) & ab.Causal(),
+        "prefix": ab.Causal() | ab.Prefix(400),
+        "short window": ab.Window(before=9),
+    }
+    generator = torch.Generator().manual_seed(0)
+    for name, relation in relations.items():
+        tensors = [torch.randn(1, h, 1200, 16, generator=generator).to(dtype) for h in (4, 2, 2)]
+        problem = Problem([x.requires_grad_() for x in tensors], relation, {"q_start": 0}, {}, [])
+        first, again = (run_sharded(problem, {"backend": "cpu"}) for _ in range(2))
+        whole = run_whole(problem, backend="cpu")
+        same[f"{name}: twice"] = all(map(torch.equal, first, again))
+        same[f"{name}: as one"] = all(map(torch.equal, first[:2], whole[:2]))
+    return same
+
+
+def count_bytes(
+    rank: int, size: int, relation: ab.Relation, length: int, options: dict[str, Any]
+) -> list[Any]:
+    """Return the bytes that collectives of a training step were handed, and those that were counted."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    received: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops._c10d_functional.all_to_all_single.default:
+                own = args[1][rank] * (out[0].nbytes if len(out) else 0)
+                received.append(out.nbytes - own)
+            return out
+
+    shard = ab.shard(relation, length, **options)
+    q, k, v = (
+        torch.randn(2, h, len(shard.positions), d, dtype=torch.bfloat16, requires_grad=True)
+        for h, d in ((4, 8), (2, 8), (2, 16))
+    )
+    out = ab.attention(q, k, v, shard)
+    with Watch():  # routes and layouts are there now
+        ab.attention(q, k, v, shard)
+        forward = sum(received)
+        received.clear()
+        out.float().sum().backward()
+    report = shard.explain(4, 2, (8, 16), torch.bfloat16, 2)
+    way = next(way for way in report.ways if way.name == shard.by)
+    return [forward, sum(received), int(way.traffic.forward[rank]), int(way.traffic.backward[rank])]
+
+
+class _Model(torch.nn.Module):
+    """Attention between two projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out = torch.nn.Linear(32, 3 * 32), torch.nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, shard: ab.Shard, **options: Any) -> Tensor:
+        q, k, v = self.into(x).view(1, -1, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        return self.out(ab.attention(q, k, v, shard, **options).transpose(1, 2).flatten(2))
+
+
+def compile_whole(rank: int, size: int, backend: str) -> dict[str, Any]:
+    """Compile a model with a shard as one graph, run it for new documents, and compare with eager."""
+    model = _Model()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    terms = [ab.ALiBi(torch.rand(4))]
+    found: dict[str, Any] = {"wrong": []}
+    torch._dynamo.reset()
+    lengths = ([300, 212, 88], [200, 200, 200], [17, 283, 300], [129, 300, 171])
+    for number, each in enumerate(lengths):
+        relation = ab.Documents.from_lengths(each) & ab.Causal()
+        shard = ab.shard(relation, 600, split="even").prepare()
+        x = shard.scatter(torch.randn(1, 600, 32, generator=torch.Generator().manual_seed(number)), 1)
+        results = []
+        for run in (model, compiled):
+            model.zero_grad()
+            out = run(x, shard, terms=terms)
+            out.square().sum().backward()
+            results.append([out.detach(), *(p.grad.clone() for p in model.parameters())])
+        if any(difference(a, b) > 1e-5 for a, b in zip(*results, strict=True)):
+            found["wrong"].append(each)
+        if number == 1:  # sizes that have changed once are symbols
+            found["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    found["more"] = torch._dynamo.utils.counters["stats"]["unique_graphs"] - found["graphs"]
+    for name, new, options in (
+        ("unprepared", ab.shard(ab.Causal(), 600), {}),
+        ("form", ab.shard(ab.Causal(), 600).prepare(), {"score": ab.AdditiveScore()}),
+        ("heads", ab.shard(ab.Causal(), 600, by="heads").prepare(), {}),
+    ):
+        try:
+            compiled(new.scatter(torch.randn(1, 600, 32), 1), new, **options)
+        except Exception as error:
+            found[name] = str(error)
+    return found
+
+
+def differ(rank: int, size: int, what: str) -> str:
+    """Let rank 1 hold something else, and return what ``check`` says."""
+    odd = rank == 1
+    relation = ab.Window(before=200 + (odd and what == "relation"))
+    length = 600 + (odd and what == "length")
+    options: dict[str, Any] = {"stages": 1 + (odd and what == "stages"), "split": "even"}
+    if odd and what == "split":
+        options["split"] = "zigzag"
+    try:
+        shard = ab.shard(relation, length, check=True, **options)
+        dtype = torch.float64 if odd and what == "dtype" else torch.float32
+        heads = 4 if odd and what == "heads" else 2
+        x = torch.zeros(1, heads, len(shard.positions), 8, dtype=dtype)
+        ab.attention(x, x, x, shard)
+        ab.attention(x, x, x, shard)  # compared once
+    except ValueError as error:
+        return str(error)
+    return "equal"
+
+
+def fail_on_one(rank: int, size: int, how: str) -> float:
+    """Raise or die on rank 1 in the middle of a step; return how long another rank waited for it."""
+    import os
+    import time
+
+    shard = ab.shard(ab.Window(before=200), 600)
+    x = torch.zeros(1, 2, len(shard.positions), 8, requires_grad=True)
+    out = ab.attention(x, x, x, shard)
+    if rank == 1:
+        if how == "die":
+            os._exit(1)
+        raise RuntimeError("bad data")
+    began = time.monotonic()
+    try:
+        out.sum().backward()
+        ab.attention(x, x, x, shard)
+    except RuntimeError:
+        return time.monotonic() - began
+    return -1.0
+
+
+def misuse(rank: int, size: int, what: str) -> str:
+    """Return the error of a wrong call on a shard."""
+    shard = ab.shard(ab.Window(before=200), 600)
+    rows = len(shard.positions)
+    x = torch.zeros(1, 2, rows, 8)
+    torn = ab.shard(ab.Window(before=200), 600, split=torch.arange(600) % size)
+    graph = ab.shard(ab.Graph(torch.randint(0, 600, (2, 900)), num_nodes=600), 600)
+    calls = {
+        "whole": lambda: ab.attention(torch.zeros(1, 2, 600, 8), x, x, shard),
+        "keys": lambda: ab.attention(x, x[:, :, 1:], x, shard),
+        "values": lambda: ab.attention(x, x, x[:, :, 1:], shard),
+        "list": lambda: ab.attention([], x, x, shard),
+        "q_start": lambda: ab.attention(x, x, x, shard, q_start=3),
+        "option": lambda: ab.attention(x, x, x, shard, dropout=1),
+        "dtype": lambda: ab.attention(x, x.double(), x, shard),
+        "stages": lambda: ab.attention(x, x, x, ab.shard(ab.Causal(), 600, split="even", stages=3)),
+        "both": lambda: ab.attention(x, x, x, ab.shard([ab.Causal(), ab.Full()], 600)),
+        "torn": lambda: ab.attention(*[torch.zeros(1, 2, len(torn.positions), 8)] * 3, torn, dropout_p=0.5),
+        "levels": lambda: ab.attention(
+            *[torch.zeros(1, 2, len(graph.positions), 8)] * 3, graph, score=ab.MultiLevel([4, 4])
+        ),
+        "scatter": lambda: shard.scatter(torch.zeros(599), 0),
+        "gather": lambda: shard.gather(torch.zeros(rows + 1), 0),
+        "side": lambda: shard.scatter(torch.zeros(600), 0, of="values"),
+        "on": lambda: ab.shard(ab.Causal(), 600, size + 1).on(),
+        "mesh": lambda: ab.shard(ab.Causal(), 600, "cp"),
+        "rank": lambda: ab.shard(ab.Causal(), 600, rank=0),
+        "dims": lambda: ab.shard(ab.Causal(), 600, torch.distributed.init_device_mesh("cpu", (1, size))),
+        "names": lambda: ab.shard(
+            ab.Causal(),
+            600,
+            torch.distributed.init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "cp")),
+        ),
+        "batch": lambda: ab.attention(
+            x, x, x, ab.shard(ab.Documents(torch.zeros(3, 600).long()), 600, split="even")
+        ),
+    }
+    try:
+        calls[what]()
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def use_whole_tensors(rank: int, size: int) -> dict[str, Any]:
+    """Scatter, gather and shard several relations; return facts to look at."""
+    shard = ab.shard([ab.Causal(), ab.Window(before=99)], 700, split="zigzag", weights=[1, 3])
+    whole = torch.arange(700.0).view(1, 700, 1)
+    part = shard.scatter(whole, 1).requires_grad_()
+    back = shard.gather(part, 1)
+    (back * torch.arange(700.0).view(1, 700, 1) * (rank + 1)).sum().backward()
+    facts = {
+        "same": torch.equal(back, whole),
+        "positions": torch.equal(shard.positions, part[0, :, 0].long()),
+        "grad": torch.equal(part.grad, part.detach() * (size * (size + 1) // 2)),  # over all ranks
+        "relations": [each.relation for each in shard],
+    }
+    x = shard.scatter(torch.randn(2, 700, 8, generator=torch.Generator().manual_seed(0)), 1)
+    same = []
+    for each, relation in zip(shard, facts["relations"], strict=True):
+        out = shard.gather(ab.attention(x, x, x, each), 1)  # without a batch
+        all_x = shard.gather(x, 1)
+        same.append(difference(out, ab.attention(all_x, all_x, all_x, relation)) < 1e-5)
+    facts["attention"] = same
+    mesh = torch.distributed.init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "cp"))
+    loaded = ab.shard(ab.Causal(), 700, size, rank=rank).on(mesh["cp"])
+    y = loaded.scatter(all_x, 1)
+    out, row_max = ab.attention(y, y, y, loaded, return_max=True)
+    facts["max"] = difference(
+        loaded.gather(row_max, 1), ab.attention(all_x, all_x, all_x, ab.Causal(), return_max=True)[1]
+    )
+    halves = y.bfloat16()
+    facts["half"] = ab.attention(halves, halves, halves, loaded).dtype
+    return facts

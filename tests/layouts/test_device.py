@@ -119,7 +119,7 @@ def test_the_host_reads_a_few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         with Reads() as reads:
             graph._check_numbers()  # part of binding on a device; reads the smallest and largest of two lists
             build_here(graph, n + 394, n + 394, 0, GPU_COSTS[80])
-        assert 4 < reads.numbers + 4 <= 13, reads.numbers  # and the list of these four
+        assert 4 < reads.numbers + 4 <= 13, reads.numbers  # and a list of four
 
 
 def test_a_graph_on_a_device_is_laid_out_there(monkeypatch: pytest.MonkeyPatch) -> None:

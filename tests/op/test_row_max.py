@@ -8,7 +8,7 @@ from cases.edges import mixed
 from cases.interpreter import INTERPRETED, not_interpreted, run_interpreted
 
 import attnbias as ab
-from attnbias.backends import cpu
+from attnbias.backends import cpu, reference
 from attnbias.op.problem import Problem
 from attnbias.testing import make_inputs, tolerance
 from attnbias.testing.compare import compare_max
@@ -126,6 +126,28 @@ def test_tiles_and_edges_in_one_layout(backend, dtype, sink):
     for D in (16,) if INTERPRETED else (16, 5):
         row_max = check(backend, make_inputs(SEED, 1, 4, 4, 240, 240, D, D, dtype), layout, sink=sink)
         assert (row_max[..., -5:] == -torch.inf).all() and (row_max[..., :64] > -torch.inf).all()
+
+
+@pytest.mark.parametrize("heads", [(4, 4, 16), (4, 2, 5)], ids=["together", "one by one"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf], ids=str)
+def test_what_is_not_finite_is_seen(backend, heads, number):
+    """A maximum that is followed with care for speed loses a NaN, and monitoring needs it most."""
+    n, (H, Hk, D) = 70, heads
+    for relation in (ab.Full().layout(n, n, form="tiles"), graph(n, 5 * n, 300), mixed(240)):
+        length = 240 if isinstance(relation, ab.Layout) and relation.q_len == 240 else n
+        query, key, value = make_inputs(SEED, 1, H, Hk, length, length, D, D)
+        query[:, :, 3] = query[:, :, 3].abs()
+        key[:, 0, 5] = number  # scores of row 3 and of many others
+        row_max = ab.attention(query, key, value, relation, return_max=True, backend=backend)[1]
+        want = reference.row_max(Problem(query, key, value, relation))
+        assert torch.equal(row_max.isnan(), want.isnan()) and torch.equal(
+            row_max == torch.inf, want == torch.inf
+        )
+        few = ab.attention(query[:, :, 3:4], key, value, return_max=True, backend=backend)[1]
+        assert (few[:, 0].isnan() if number is torch.nan else few[:, 0] == torch.inf).all()
+        query[:, :, 3] = torch.nan
+        few = ab.attention(query[:, :, 3:4], key, value, return_max=True, backend=backend)[1]
+        assert few.isnan().all()
 
 
 def test_duplicate_edges(backend):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -43,9 +44,30 @@ def test_show_lists_every_recipe(capsys):
     assert all(line.startswith("    ") and line.endswith(".") for line in lines[1::2])
 
 
+def test_plan_prints_a_table_and_draws(capsys, tmp_path):
+    expression = ["plan", "Causal() & Window(before=99)", "1024", "--ranks", "4"]
+    assert main([*expression, "--heads", "4/2", "--dim", "8/16", "--dtype", "fp32", "--split", "even"]) == 0
+    printed = capsys.readouterr().out
+    assert "1,024 tokens on 4 ranks, split 'even'" in printed
+    assert "rank by key: o held, # fetched\n0 oooooooooooooooo....." in printed
+    assert main([*expression, "--json", "--split", "zigzag", "--batch", "2"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["split"] == "zigzag"
+    assert numbers["shape"]["batch"] == 2
+    pytest.importorskip("matplotlib")
+    assert main([*expression, "--figure", str(tmp_path / "x.png")]) == 0
+    assert (tmp_path / "x.png").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["plan", "Causal()", "8", "--ranks", "0"], "mesh: wanted at least 1, got 0"),
+        (["plan", "Causal()", "8", "--ranks", "2", "--heads", "a/2"], "--heads: wanted a number or two with"),
+        (
+            ["plan", "Causal()", "8", "--ranks", "2", "--heads", "3/2"],
+            "key_heads: wanted a number that divides",
+        ),
         (["show", "open('x')"], "'open' is none of"),
         (["show", "longformer(3)"], "window: wanted an even number, half of it on each side, got 3"),
         (

@@ -1,6 +1,7 @@
 """Every example runs, on tiny inputs."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -65,6 +66,25 @@ def test_graph_over_two_processes_has_the_losses_of_one():
         # Float32 sums have another order, so the last digits may differ.
         step, loss = alone.rsplit(" ", 1)
         assert together.startswith(step) and abs(float(together.rsplit(" ", 1)[1]) - float(loss)) <= 1e-4
+
+
+@pytest.mark.slow
+def test_training_over_two_processes_reaches_the_loss_of_one(tmp_path):
+    """With the tokens, and with the weights as well, split over the ranks."""
+    script = [str(EXAMPLES / "train_gpt.py"), "--steps", "5", "--tokens", "900"]
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    commands = [
+        [sys.executable, *script],
+        [*ranks, *script, "--shard"],
+        [*ranks, *script, "--shard", "--fsdp"],
+    ]
+    losses = []
+    for command in commands:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        losses.append(float(re.findall(r"^loss (\S+) after", done.stdout, re.MULTILINE)[0]))
+    assert losses[0] < 5
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -83,6 +83,15 @@ def test_topk_chooses_the_highest_scores_and_never_minus_infinity() -> None:
     assert ab.topk_blocks(scores, 99, size=4).blocks.shape == (3, 5, 7)
 
 
+def test_topk_never_chooses_a_nan() -> None:
+    assert ab.topk_blocks(torch.tensor([[torch.nan, 1.0, 2.0]]), 2).blocks.sort().values.tolist() == [[1, 2]]
+    assert ab.topk_blocks(torch.tensor([[torch.nan, torch.inf]]), 2).blocks.tolist() == [[1, -1]]
+
+
+def test_empty_lists_hold_no_blocks() -> None:
+    assert not ab.Blocks([[], []], 4).dense(8, 4).any()
+
+
 def test_topk_reads_nothing_from_the_device() -> None:
     relation = ab.topk_blocks(torch.empty(2, 4, 4, device="meta"), 2)  # reading a meta tensor raises
     assert relation.blocks.device.type == "meta"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,8 +50,26 @@ def test_layouts_hold_exactly_the_pairs(seed, q_len, k_len, form, tile):
         form = "auto"
     layout = ab.Layout.build(relation, q_len, k_len, form=form, tile=tile, batch=2, heads=2)
     layout.validate()
-    dense = grid(relation, q_len, k_len)
-    assert torch.equal((layout.rows(0, q_len) > 0).expand_as(dense), dense)
+    dense, often = grid(relation, q_len, k_len), layout.rows(0, q_len)
+    assert torch.equal((often > 0).expand_as(dense), dense)
+    assert relation.repeats or int(often.max() if often.numel() else 0) <= 1
+
+
+@pytest.mark.parametrize(
+    "relation",
+    [
+        ab.Where(lambda q, k: (q + k) % 3 != 0) & (ab.Columns(16) | ab.Prefix(4) | ab.Dilated(2, 3)),
+        ab.Where(lambda q, k: (q + k) % 3 != 0)
+        & (ab.recipes.sparse_transformer_strided(16) | ab.Dilated(2, 3)),
+        ab.Columns(1) & (ab.Columns(3) | ab.Prefix(2) | ab.Neighbors(torch.arange(64)[:, None])),
+    ],
+    ids=repr,
+)
+def test_pairs_of_rules_and_edges_count_once(relation):
+    """Where a rule meets a union of a rule, ranges and edges, the edges were in the rule as well."""
+    assert relation.count(64, 64) == int(relation.dense(64, 64).sum())
+    assert int(relation.layout(64, 64).rows(0, 64).max()) == 1
+    assert ab.verify(*torch.randn(3, 1, 1, 64, 8), relation).ok
 
 
 @laws
