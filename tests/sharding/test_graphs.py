@@ -133,6 +133,18 @@ def test_another_relation_over_the_same_nodes_keeps_their_ranks():
     assert torch.isin(looped.positions, torch.from_numpy(looped.part.keys)).all()
 
 
+def test_a_report_has_the_nodes_of_each_halo():
+    graph, _ = draw_graph(6)
+    first = graph.shard(3)
+    report = first.explain(heads=4, key_heads=4, dim=(6, 5), dtype=torch.float32)
+    shards = [on_rank(first, rank) for rank in range(3)]
+    assert report.fetched.tolist() == [len(each.halo) for each in shards]
+    assert report.rows.tolist() == [len(each.positions) for each in shards]
+    assert report.pairs.tolist() == [len(each.edges) for each in shards]
+    assert report.ways[0].traffic.forward.tolist() == [len(each.halo) * 4 * 11 * 4 for each in shards]
+    assert "\nfetched " in str(report) and report.as_dict()["fetched"] == report.fetched.tolist()
+
+
 PATH = ab.Graph([[0, 1, 2], [1, 2, 3]], num_nodes=4)
 PAPER = PATH.shard(2, [0, 0, 1, 1], rank=1)
 HUNGRY = ab.Graph([[0, 1, 2], [2, 3, 3]], num_nodes=4).shard(2, [0, 0, 1, 1], rank=1)  # needs 0, 1 and 2
