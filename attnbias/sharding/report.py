@@ -46,6 +46,7 @@ class Report:
     lengths: tuple[int, int]
     shape: Shape
     rows: Ints  # [ranks], queries
+    fetched: Ints  # [ranks], keys from other ranks: of a graph, the nodes of its halo
     pairs: Ints  # [ranks], related; of a predicate, tested
     executed: NDArray[np.float64]  # [ranks], computed by kernels: whole tiles, and edges by their cost
     ways: tuple[Way, ...]
@@ -69,6 +70,7 @@ class Report:
             "balance": self.balance,
             "least_bytes": self.least,
             "rows": self.rows.tolist(),
+            "fetched": self.fetched.tolist(),
             "pairs": self.pairs.tolist(),
             "executed": self.executed.tolist(),
             "ways": {
@@ -91,7 +93,9 @@ class Report:
             "bytes are those that a rank receives, in a layer and pass",
             "",
             f"{'':10} {'mean':>10} {'max':>10} {'max/mean':>9}",
-            *(_numbers(name, x) for name, x in (("rows", self.rows), ("pairs", self.pairs))),
+            _numbers("rows", self.rows),
+            _numbers("fetched", self.fetched),
+            _numbers("pairs", self.pairs),
             _numbers("executed", self.executed),
             "",
             f"{'':10} {'forward':>10} {'max':>10} {'backward':>10} {'max':>10} {'of all-gather':>14}",
@@ -132,6 +136,7 @@ def make_report(plan: Plan, shape: Shape) -> Report:
         lengths=(plan.place.q_len, plan.place.k_len),
         shape=shape,
         rows=plan.queries.counts,
+        fetched=plan.received.sum(1),
         pairs=pairs_of(plan),
         executed=executed_of(plan),
         ways=tuple(

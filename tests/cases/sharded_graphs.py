@@ -103,6 +103,20 @@ def compare_call(rank: int, size: int, seed: int, split: str, kind: str) -> list
     return [f"{name} differs by {error}" for name, error in zip(names, errors, strict=True) if error > 1e-12]
 
 
+def compare_fetched(rank: int, size: int, seed: int) -> bool:
+    """Return whether fetching keys and values, then attending, has the bits of one call."""
+    graph, points = draw_graph(seed)
+    shard = shard_of(graph, points, "parts", size)
+    tensors, _ = leaves_of("gqa", graph, seed, torch.float32)
+    found = []
+    for is_fetched in (False, True):
+        q, k, v = (shard.scatter(x.detach(), 2).requires_grad_() for x in tensors)
+        pair = (shard.fetch(k, 2), shard.fetch(v, 2)) if is_fetched else (k, v)
+        out = ab.attention(q, *pair, shard.fetched if is_fetched else shard)
+        found.append([out.detach(), *grads_of((out**2).sum(), [q, k, v])])
+    return all(map(torch.equal, *found))
+
+
 def attend_million(rank: int, size: int, nodes: int, near: int, sampled: int) -> int:
     """Attend over a kNN graph in float32 and compare sampled rows with float64; return this rank's edges."""
     generator = torch.Generator().manual_seed(0)

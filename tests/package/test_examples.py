@@ -15,6 +15,7 @@ QUICK = {
     "icl_regression.py": ["--n", "4", "--widths", "16", "--steps", "20"],
     "pack_rollouts.py": ["--rollouts", "3", "--prompt", "40", "--answer", "20"],
     "paper_models.py": [],
+    "shard_graph.py": ["airfoil", "--steps", "3"],
     "time_series.py": ["--contexts", "48", "--steps", "10", "--seeds", "1"],
     "train_gat.py": ["cora", "--seeds", "1", "--epochs", "3", "--rounds", "1"],
     "train_gpt.py": ["--steps", "2", "--tokens", "300"],
@@ -28,6 +29,7 @@ SEEN = {
     "icl_regression.py": "icl_regression.png",
     "pack_rollouts.py": "of the tokens",
     "paper_models.py": "Unlimiformer, sparse attention",
+    "shard_graph.py": "3 steps in",
     "time_series.py": "time_series.png",
     "train_gat.py": "% over 1 seeds",
     "train_gpt.py": "times as fast",
@@ -49,6 +51,21 @@ def test_example_runs(name, tmp_path):
             "vit_digits.json",
             "vit_digits.png",
         }
+
+
+@pytest.mark.slow
+def test_graph_over_two_processes_has_the_losses_of_one():
+    given = [str(EXAMPLES / "shard_graph.py"), "airfoil", "--steps", "11"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    losses = []
+    for command in ([sys.executable, *given], [sys.executable, *torchrun, *given]):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        losses.append([line for line in done.stdout.splitlines() if line.startswith("step")])
+    assert len(losses[0]) == 2
+    for alone, together in zip(*losses, strict=True):
+        # Float32 sums have another order, so the last digits may differ.
+        step, loss = alone.rsplit(" ", 1)
+        assert together.startswith(step) and abs(float(together.rsplit(" ", 1)[1]) - float(loss)) <= 1e-4
 
 
 @pytest.mark.slow

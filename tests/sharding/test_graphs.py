@@ -11,6 +11,7 @@ from cases.sharded_graphs import (
     SPLITS,
     attend_million,
     compare_call,
+    compare_fetched,
     draw_graph,
     shard_of,
 )
@@ -82,8 +83,11 @@ def test_neighbours_and_intersections_number_all_places_of_a_rank():
 
 def test_a_cut_shares_nodes_and_edges():
     degree = np.array([100] * 10 + [1] * 990)  # hubs first
-    owner = cut_order(np.arange(1000), degree, 4)
-    assert (np.diff(owner) >= 0).all()
+    order = np.random.default_rng(0).permutation(1000)
+    owner = cut_order(order, degree[np.argsort(order)], 4)
+    assert (np.diff(owner[order]) >= 0).all()
+    assert np.array_equal(owner[order], cut_order(np.arange(1000), degree, 4))
+    degree = degree[np.argsort(order)]
     nodes, edges = np.bincount(owner), np.bincount(owner, weights=degree)
     assert nodes.max() <= 2 * 250 + 1 and edges.max() <= 2 * degree.sum() / 4 + 100
     assert np.bincount(cut_order(np.arange(7), np.zeros(7, np.int64), 3)).tolist() == [2, 3, 2]
@@ -129,8 +133,21 @@ def test_another_relation_over_the_same_nodes_keeps_their_ranks():
     assert torch.isin(looped.positions, torch.from_numpy(looped.part.keys)).all()
 
 
+def test_a_report_has_the_nodes_of_each_halo():
+    graph, _ = draw_graph(6)
+    first = graph.shard(3)
+    report = first.explain(heads=4, key_heads=4, dim=(6, 5), dtype=torch.float32)
+    shards = [on_rank(first, rank) for rank in range(3)]
+    assert report.fetched.tolist() == [len(each.halo) for each in shards]
+    assert report.rows.tolist() == [len(each.positions) for each in shards]
+    assert report.pairs.tolist() == [len(each.edges) for each in shards]
+    assert report.ways[0].traffic.forward.tolist() == [len(each.halo) * 4 * 11 * 4 for each in shards]
+    assert "\nfetched " in str(report) and report.as_dict()["fetched"] == report.fetched.tolist()
+
+
 PATH = ab.Graph([[0, 1, 2], [1, 2, 3]], num_nodes=4)
 PAPER = PATH.shard(2, [0, 0, 1, 1], rank=1)
+HUNGRY = ab.Graph([[0, 1, 2], [2, 3, 3]], num_nodes=4).shard(2, [0, 0, 1, 1], rank=1)  # needs 0, 1 and 2
 ROWS = torch.zeros(1, 1, 2, 4)
 BAD = [
     (lambda: PATH.shard(2, [0, 1]), ValueError, "parts: wanted a rank for each of the 4 nodes, got 2"),
@@ -164,9 +181,14 @@ BAD = [
         r"rows: wanted this rank's 2 keys along dimension 0, got \[4, 3\]; use shard.scatter",
     ),
     (
-        lambda: ab.attention(ROWS, ROWS[:, :, :1], ROWS, PAPER.fetched),
+        lambda: ab.attention(ROWS, ROWS, ROWS, HUNGRY.fetched),
         ValueError,
-        "key: wanted the 2 fetched tokens of rank 1, got 1",
+        r"key: wanted the 3 fetched tokens of rank 1, got 2 in \[1, 1, 2, 4\]; use shard.fetch",
+    ),
+    (
+        lambda: ab.attention(torch.zeros(1, 1, 4, 4), ROWS, ROWS, PAPER.fetched),
+        ValueError,
+        "query: wanted the 2 tokens of rank 1, of 4, got 4 .*; use shard.scatter",
     ),
     (lambda: PAPER.with_relation(3), TypeError, r"relation\[0\]: wanted a Relation, got int 3"),
 ]
@@ -187,6 +209,11 @@ def test_calls_with_the_biases_of_each_rank_equal_the_whole(size, kind):
     for seed in range(6):
         wrong = pool(size).run(compare_call, seed, SPLITS[seed % len(SPLITS)], kind)
         assert not any(wrong), f"seed {seed}: {wrong[0]}"
+
+
+def test_fetched_keys_give_the_bits_of_one_call():
+    for seed in range(4):
+        assert all(pool(2).run(compare_fetched, seed))
 
 
 @pytest.mark.slow

@@ -200,7 +200,8 @@ def test_a_report_has_a_table_a_picture_and_numbers():
     report = shard.explain(4, 2, (8, 16), torch.float32)
     lines = str(report).splitlines()
     assert lines[0] == "Window(before=99): 1,024 tokens on 4 ranks, split 'even'"
-    assert lines[9].split() == ["keys", "18.4", "kB", "24.6", "kB", "18.4", "kB", "24.6", "kB", "0.125"]
+    assert lines[5].split() == ["fetched", "96", "128", "1.333"]
+    assert lines[10].split() == ["keys", "18.4", "kB", "24.6", "kB", "18.4", "kB", "24.6", "kB", "0.125"]
     numbers = report.as_dict()
     assert numbers["rows"] == [256] * 4
     assert numbers["ways"]["keys"]["forward"] == [0] + [128 * 2 * 24 * 4] * 3
