@@ -54,6 +54,20 @@ class Lists(NamedTuple):
         }
 
 
+class Places(NamedTuple):
+    """Where a call stands in a larger problem of which it is a part; all None without one."""
+
+    queries: Tensor | None = None  # int32 [Q]: position of each row
+    keys: Tensor | None = None  # int32 [K]: position of each key
+    q_len: int | None = None  # lengths of the whole; with positions
+    k_len: int | None = None
+    first_batch: int | None = None  # numbers in the whole, which dropout counts
+    first_head: int | None = None
+
+
+NO_PLACES = Places()
+
+
 def round_up(n: int, step: int) -> int:
     """Return the least multiple of step from n on. (``triton.cdiv`` takes microseconds.)"""
     return -(-n // step) * step

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..tiles.terms import Dropout
 from ..tiles.tile import LN2
 from .items import EdgeLists
 from .launch import NUMBERS, Launch, Score, alignment, registers, strided
@@ -60,6 +61,10 @@ def edge_forward(
     drop_above,
     q_start,
     regrow,
+    first_batch,
+    first_head,
+    q_positions,
+    k_positions,
     edge_key,
     edge_id,
     items,
@@ -88,7 +93,11 @@ def edge_forward(
     keys = heads_at(k, place.b, place.h // heads_per_key, ALIGN)
     values = heads_at(v, place.b, place.h // heads_per_key, ALIGN)
     biases = None if bias.ptr is None else heads_at(bias, place.b, place.h, 1)
-    drop = None if seed is None else (tl.load(seed), drop_above, q_start, regrow)
+    drop = None
+    if seed is not None:
+        drop = Dropout(
+            tl.load(seed), drop_above, q_start, regrow, first_batch, first_head, q_positions, k_positions
+        )
 
     m = tl.full([SHAPE.LANES, SHAPE.HEADS], -float("inf"), tl.float32)
     highest = m

@@ -30,7 +30,10 @@ from .tile import (
 
 MOST_CELLS = 65535  # where the second axis of a grid ends
 # Numbers that follow from lengths and counts: no value of theirs causes a recompilation.
-NUMBERS = ("item_count", "slots", "places", "first_cell", "drop_above", "q_start")
+NUMBERS = (
+    *("item_count", "slots", "places", "first_cell", "drop_above", "q_start"),
+    *("first_batch", "first_head"),
+)
 OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
 # Fields of None, and not None itself: Triton 3.6 compares no record with None that has constants in it.
 NO_TENSOR = Strided._make((None,) * 4)
@@ -135,15 +138,19 @@ class Score(NamedTuple):
         """Return the arguments of a kernel that scores the edges by query."""
         scale, softcap, log2e = self.scale, self.softcap, LOG2E.value
         inner, outer = (scale / softcap, softcap * log2e) if softcap else (scale * log2e, None)
-        seed, above, q_start, regrow = self.dropout
+        dropout = self.dropout
         return {
             "additive": self.additive,
             "bias": _strided_bias(self.bias),
             "factors": Factors(inner, outer, scale),
-            "seed": seed,
-            "drop_above": above,
-            "q_start": q_start,
-            "regrow": regrow,
+            "seed": dropout.seed,
+            "drop_above": dropout.above,
+            "q_start": dropout.q_start,
+            "regrow": dropout.regrow,
+            "first_batch": dropout.first_batch,
+            "first_head": dropout.first_head,
+            "q_positions": dropout.queries,
+            "k_positions": dropout.keys,
             "edge_key": lists.edge_key,
             "edge_id": None if self.is_listed else lists.edge_id,
         }

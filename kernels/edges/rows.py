@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..tiles.terms import Dropout
 from .columns import columns_backward
 from .items import EdgeLists
 from .launch import NUMBERS, Launch, Score, alignment, strided
@@ -63,6 +64,10 @@ def edge_rows(
     drop_above,
     q_start,
     regrow,
+    first_batch,
+    first_head,
+    q_positions,
+    k_positions,
     edge_key,
     edge_id,
     first_place,
@@ -96,7 +101,11 @@ def edge_rows(
     keys = heads_at(k, place.b, place.h // heads_per_key, ALIGN)
     values = heads_at(v, place.b, place.h // heads_per_key, ALIGN)
     biases = None if bias.ptr is None else heads_at(bias, place.b, place.h, 1)
-    drop = None if seed is None else (tl.load(seed), drop_above, q_start, regrow)
+    drop = None
+    if seed is not None:
+        drop = Dropout(
+            tl.load(seed), drop_above, q_start, regrow, first_batch, first_head, q_positions, k_positions
+        )
 
     to, start, part = grad_q  # before the loop: Triton 3.6 loses constants two records deep in one
     acc = tl.full([SHAPE.LANES, SHAPE.HEADS, D_PAD], 0.0, tl.float32)

@@ -19,6 +19,8 @@ from .walk import (
     NUMBERS,
     Rows,
     Walk,
+    Whole,
+    distance_shift,
     fetch_values,
     find_bounds,
     find_stretch,
@@ -26,6 +28,7 @@ from .walk import (
     own_patterns,
     place,
     same_rows,
+    start_of,
     tile_of,
     walked_side,
 )
@@ -59,14 +62,18 @@ def _walk_queries(
         if not SPEC.has.levels:
             s = score(k, q, stretch.inner, LOOP, SPEC)
         x = s * stretch.c
+        start = start_of(queries.positions, queries.start, j * ROWS, queries.length)
         if SPEC.has.terms:
             row, col = (j * ROWS + rows)[None, :], (own.first + own.rows)[:, None]
-            x = add_terms(x, walk.terms, queries.b, walk.h, row, col, queries.length, own.length)
+            shift = distance_shift(queries.positions, walk.whole, start, own.start, queries.length)
+            x = add_terms(x, walk.terms, queries.b, walk.h, row, col, queries.length, own.length, shift)
         p = tl.math.exp2(x - tile_lse2[None, :])
         if PARTIAL:
             p = mask(p, walk.lists, t, own.rows, rows, 0.0, ROWS, SPEC)
         if SPEC.has.dropout:
-            kept = tl.trans(keep_tile(walk.drop, queries.b, walk.h, j * ROWS + rows, own.first, SPEC.cols))
+            first = own.first + own.start
+            kept = keep_tile(walk.drop, queries.b, walk.h, j * ROWS + rows, start, first, SPEC.cols)
+            kept = tl.trans(kept)
         if SPEC.has.dv:
             dropped = tl.where(kept, p, 0.0) if SPEC.has.dropout else p
             dv = tl.dot(dropped.to(grad.dtype), grad, dv, input_precision=SPEC.precision)
@@ -127,6 +134,11 @@ def backward_key_kernel(
     drop_above,
     regrow,
     q_start,
+    first_batch,
+    first_head,
+    q_positions,
+    k_positions,
+    whole_rows,
     terms,
     table,
     SPEC: tl.constexpr,
@@ -140,10 +152,12 @@ def backward_key_kernel(
     listed, i, kh, b = place(lists, list_tiles, is_ordered, heads, COLS, SPEC)
     exists = i * COLS < k_len
     cols = tl.arange(0, COLS)
-    own = Rows(head_of(k, b, kh), i * COLS, k.at, cols, k_len, 0)
+    own = Rows(head_of(k, b, kh), i * COLS, k.at, cols, k_len, start_of(k_positions, 0, i * COLS, k_len))
     keys = load_own(own, SPEC)
     values = load_values(same_rows(v, b, kh, own), True, SPEC)
-    drop = Dropout(tl.load(seed), drop_above, q_start, regrow) if SPEC.has.dropout else None
+    drop = None
+    if SPEC.has.dropout:
+        drop = Dropout(tl.load(seed), drop_above, q_start, regrow, first_batch, first_head)
     dk_sums = zero_sums(COLS, SPEC)
     dv_sums = tl.zeros([COLS, E_COLUMNS], tl.float32)
     for number in tl.range(0, heads_per_key):
@@ -154,10 +168,11 @@ def backward_key_kernel(
         d_bias = tl.zeros([COLS], tl.float32)
         walk = Walk(
             own=own,
-            d_side=walked_side(q, d_tiles, b, h, q_len, q_start, 0, SPEC),
-            e_side=walked_side(grad_out, e_tiles, b, h, q_len, q_start, 1, SPEC),
+            d_side=walked_side(q, d_tiles, b, h, q_len, q_start, q_positions, 0, SPEC),
+            e_side=walked_side(grad_out, e_tiles, b, h, q_len, q_start, q_positions, 1, SPEC),
             lists=own_patterns(lists, i, COLS, SPEC),
             h=h,
+            whole=Whole(q_start, whole_rows),
             drop=drop,
             terms=terms,
             table=table,

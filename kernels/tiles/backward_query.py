@@ -26,6 +26,8 @@ from .walk import (
     NUMBERS,
     Rows,
     Walk,
+    Whole,
+    distance_shift,
     fetch_values,
     find_bounds,
     find_stretch,
@@ -33,6 +35,7 @@ from .walk import (
     own_patterns,
     place,
     same_rows,
+    start_of,
     tile_of,
     walked_side,
 )
@@ -71,15 +74,18 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, d_terms, LOOP: tl.conste
         if not SPEC.has.levels:
             s = score(q, k, stretch.inner, LOOP, SPEC)
         x = s * stretch.c
+        start = start_of(keys.positions, keys.start, j * COLS, keys.length)
         if SPEC.has.terms:
             row, col = (own.first + own.rows)[:, None], (j * COLS + cols)[None, :]
-            x = add_terms(x, walk.terms, keys.b, walk.h, row, col, own.length, keys.length)
+            shift = distance_shift(keys.positions, walk.whole, own.start, start, own.length)
+            x = add_terms(x, walk.terms, keys.b, walk.h, row, col, own.length, keys.length, shift)
         p = tl.math.exp2(x - lse2[:, None])
         if PARTIAL and not SPEC.half:
             p = mask(p, walk.lists, t, own.rows, cols, 0.0, COLS, SPEC)
         dp = tl.dot(grad, v.T, input_precision=SPEC.precision)
         if SPEC.has.dropout:
-            kept = keep_tile(walk.drop, keys.b, walk.h, own.first + own.rows, j * COLS, COLS)
+            rows = own.first + own.rows
+            kept = keep_tile(walk.drop, keys.b, walk.h, rows, own.start, j * COLS + start, COLS)
             dp = tl.where(kept, dp * walk.drop.regrow, 0.0)
         # The gradients of terms are without the factor of the depth.
         if SPEC.has.per_pair and not PARTIAL and not SPEC.has.terms:
@@ -89,8 +95,11 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, d_terms, LOOP: tl.conste
         if d_terms.pairs is not None:
             store_pairs(ds, d_terms.pairs, d_terms.line, row, col, own.length, keys.length)
         if d_terms.slots is not None:
-            i = own.first // SPEC.rows
-            store_diagonals(ds, d_terms.slots, d_terms.line, t, i, j, own.length, SPEC)
+            i, col_tile, q_len = own.first // SPEC.rows, j, own.length
+            if keys.positions is not None:
+                i = (own.first + own.start - walk.whole.start) // SPEC.rows
+                col_tile, q_len = (j * COLS + start) // COLS, walk.whole.rows
+            store_diagonals(ds, d_terms.slots, d_terms.line, t, i, col_tile, q_len, SPEC)
         if SPEC.has.softcap:
             ds = ds * (1.0 - s * s)
         if SPEC.has.per_pair and PARTIAL:
@@ -138,6 +147,11 @@ def backward_query_kernel(
     drop_above,
     regrow,
     q_start,
+    first_batch,
+    first_head,
+    q_positions,
+    k_positions,
+    whole_rows,
     terms,
     table,
     SPEC: tl.constexpr,
@@ -149,14 +163,19 @@ def backward_query_kernel(
     bounds = find_bounds(lists, b, h, group_b, group_h, listed, list_tiles, exists, SPEC)
     kh = h // heads_per_key
     rows = tl.arange(0, ROWS)
-    own = Rows(head_of(q, b, h), i * ROWS, q.at, rows, q_len, q_start)
+    start = start_of(q_positions, q_start, i * ROWS, q_len)
+    own = Rows(head_of(q, b, h), i * ROWS, q.at, rows, q_len, start)
+    drop = None
+    if SPEC.has.dropout:
+        drop = Dropout(tl.load(seed), drop_above, q_start, regrow, first_batch, first_head)
     walk = Walk(
         own=own,
-        d_side=walked_side(k, d_tiles, b, kh, k_len, 0, 0, SPEC),
-        e_side=walked_side(v, e_tiles, b, kh, k_len, 0, 1, SPEC),
+        d_side=walked_side(k, d_tiles, b, kh, k_len, 0, k_positions, 0, SPEC),
+        e_side=walked_side(v, e_tiles, b, kh, k_len, 0, k_positions, 1, SPEC),
         lists=own_patterns(lists, i, ROWS, SPEC),
         h=h,
-        drop=Dropout(tl.load(seed), drop_above, q_start, regrow) if SPEC.has.dropout else None,
+        whole=Whole(q_start, whole_rows),
+        drop=drop,
         terms=terms,
         table=table,
     )
@@ -199,13 +218,15 @@ def tiles_backward_query(
     The gradients of the terms of all pairs go to ``d_pairs``, float32 [B, H, Q, K], zeros before, if given.
 
     Returns:
-        The gradient of the part ``relative``, float32 [B, H, Q + K - 1], if needed.
+        The gradient of the part ``relative``, float32 [B, H, Q + K - 1] (of the whole), if needed.
     """
-    B, H, Q, _ = q.shape
+    (B, H, Q, _), K = q.shape, k.shape[2]
+    if extras.places.q_len is not None and extras.places.k_len is not None:
+        Q, K = extras.places.q_len, extras.places.k_len
     diagonals: list[Diagonals] = []
 
     def make_slots(spec: Spec) -> dict[str, Any]:
-        diagonals[:] = [Diagonals(lists, spec, B, H, Q, k.shape[2])] if needs_relative else []
+        diagonals[:] = [Diagonals(lists, spec, B, H, Q, K)] if needs_relative else []
         return {"slots": diagonals[0].slots if diagonals else None}
 
     launch(

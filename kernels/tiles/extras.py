@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from ..launch.config import PLAIN_LOOPS, Present
+from ..records import NO_PLACES, Places
 from .levels import NO_LEVELS, Levels, plan
 from .terms import NO_DROPOUT, Dropout, Terms
 
@@ -14,12 +15,13 @@ SMALLEST = 1e-30  # of c: what is masked becomes -inf * c, which must not be NaN
 
 
 class Extras(NamedTuple):
-    """Dropout, terms, levels and q_start of a call."""
+    """Dropout, terms, levels, q_start and places of a call."""
 
     dropout: Dropout = NO_DROPOUT
     terms: Terms | None = None
     levels: Levels = NO_LEVELS  # for which q comes divided by the ranks
-    q_start: int = 0  # position of the first query
+    q_start: int = 0  # position of the first query; of the whole, if the call is a part
+    places: Places = NO_PLACES
 
     def present(self, scale: float, softcap: float, **more: bool) -> Present:
         """Say what kernels are compiled with; ``more`` are other fields."""
@@ -46,6 +48,11 @@ class Extras(NamedTuple):
             "drop_above": self.dropout.above,
             "regrow": self.dropout.regrow,
             "q_start": self.q_start,
+            "first_batch": self.dropout.first_batch,
+            "first_head": self.dropout.first_head,
+            "q_positions": self.places.queries,
+            "k_positions": self.places.keys,
+            "whole_rows": self.places.q_len,
             "terms": self.terms,
             "table": self.levels.table,
         }

@@ -29,6 +29,8 @@ from .walk import (
     NUMBERS,
     Rows,
     Walk,
+    Whole,
+    distance_shift,
     fetch_values,
     find_bounds,
     find_stretch,
@@ -36,6 +38,7 @@ from .walk import (
     own_patterns,
     place,
     same_rows,
+    start_of,
     tile_of,
     walked_side,
 )
@@ -45,7 +48,7 @@ from .walk import (
 def _accumulate(acc, m, total, s, v, cols, c, walk, first, SPEC: tl.constexpr):
     """Add a tile of scores and values to a softmax: sum of weights * v, maximum, sum of weights.
 
-    The keys are those from ``first`` on. Dropout does not change the sum of weights.
+    The keys are those from position ``first`` on. Dropout does not change the sum of weights.
     """
     top = tl.maximum(m, tl.max(s, 1))
     shrink = tl.math.exp2((m - top) * c)  # not m * c - top * c: fused, that is not 0 when m == top
@@ -61,8 +64,9 @@ def _accumulate(acc, m, total, s, v, cols, c, walk, first, SPEC: tl.constexpr):
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
     if SPEC.has.dropout:
-        rows = walk.own.first + walk.own.rows
-        p = tl.where(keep_tile(walk.drop, walk.d_side.b, walk.h, rows, first, p.shape[1]), p, 0.0)
+        own = walk.own
+        kept = keep_tile(walk.drop, walk.d_side.b, walk.h, own.first + own.rows, own.start, first, p.shape[1])
+        p = tl.where(kept, p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=SPEC.precision)
     return acc, top, total
 
@@ -86,13 +90,15 @@ def _walk_keys(acc, m, total, q, walk, stretch, LOOP: tl.constexpr, SPEC: tl.con
             s = score(q, fetch(keys, j, cols, LOOP, SPEC), stretch.inner, LOOP, SPEC)
         v = fetch_values(walk.e_side, j, cols, PARTIAL, SPEC)
         c = stretch.c
+        start = start_of(keys.positions, keys.start, j * COLS, keys.length)
         if SPEC.has.terms:
             row, col = (own.first + own.rows)[:, None], (j * COLS + cols)[None, :]
-            s = add_terms(s * c, walk.terms, keys.b, walk.h, row, col, own.length, keys.length)
+            shift = distance_shift(keys.positions, walk.whole, own.start, start, own.length)
+            s = add_terms(s * c, walk.terms, keys.b, walk.h, row, col, own.length, keys.length, shift)
             c = 1.0
         if PARTIAL:
             s = mask(s, walk.lists, t, own.rows, cols, -float("inf"), COLS, SPEC)
-        acc, m, total = _accumulate(acc, m, total, s, v, cols, c, walk, j * COLS, SPEC)
+        acc, m, total = _accumulate(acc, m, total, s, v, cols, c, walk, j * COLS + start, SPEC)
         if SPEC.ahead:
             j = following
     return acc, m, total
@@ -125,6 +131,11 @@ def forward_kernel(
     drop_above,
     regrow,
     q_start,
+    first_batch,
+    first_head,
+    q_positions,
+    k_positions,
+    whole_rows,
     terms,
     table,
     SPEC: tl.constexpr,
@@ -141,14 +152,19 @@ def forward_kernel(
     bounds = find_bounds(lists, b, h, group_b, group_h, listed, list_tiles, exists, SPEC)
     kh = h // heads_per_key
     rows = tl.arange(0, ROWS)
-    own = Rows(head_of(q, b, h), i * ROWS, q.at, rows, q_len, q_start)
+    start = start_of(q_positions, q_start, i * ROWS, q_len)
+    own = Rows(head_of(q, b, h), i * ROWS, q.at, rows, q_len, start)
+    drop = None
+    if SPEC.has.dropout:
+        drop = Dropout(tl.load(seed), drop_above, q_start, regrow, first_batch, first_head)
     walk = Walk(
         own=own,
-        d_side=walked_side(k, d_tiles, b, kh, k_len, 0, 0, SPEC),
-        e_side=walked_side(v, e_tiles, b, kh, k_len, 0, 1, SPEC),
+        d_side=walked_side(k, d_tiles, b, kh, k_len, 0, k_positions, 0, SPEC),
+        e_side=walked_side(v, e_tiles, b, kh, k_len, 0, k_positions, 1, SPEC),
         lists=own_patterns(lists, i, ROWS, SPEC),
         h=h,
-        drop=Dropout(tl.load(seed), drop_above, q_start, regrow) if SPEC.has.dropout else None,
+        whole=Whole(q_start, whole_rows),
+        drop=drop,
         terms=terms,
         table=table,
     )

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch.config import Spec
-from ..records import Lists, Strided, round_up
+from ..records import NO_PLACES, Lists, Places, Strided, round_up
 from .tile import LOG2E, head_of
 
 
@@ -50,15 +50,16 @@ class Terms(NamedTuple):
 
 
 @triton.jit
-def add_terms(s, terms, b, h, row, col, q_len, k_len):
+def add_terms(s, terms, b, h, row, col, q_len, k_len, shift):
     """Add the terms of a tile of pairs to its scores, both times log2(e).
 
     ``row`` and ``col`` broadcast to s; a pair past the ends gets the number of another one, and is masked.
+    ``shift`` comes from ``walk.distance_shift``.
     """
     row = tl.minimum(row, q_len - 1)
     col = tl.minimum(col, k_len - 1)
     if terms.relative is not None:
-        s += tl.load(head_of(terms.relative, b, h) + (col - row + (q_len - 1))) * LOG2E
+        s += tl.load(head_of(terms.relative, b, h) + (col - row + (q_len - 1) + shift)) * LOG2E
     if terms.key is not None:
         s += tl.load(head_of(terms.key, b, h) + col) * LOG2E
     if terms.pair is not None:
@@ -101,26 +102,39 @@ def store_diagonals(ds, slots, line, t, i, j, q_len, SPEC: tl.constexpr):
 
 
 @triton.jit
-def keep_tile(drop, b, h, rows, first, COLS: tl.constexpr):
+def keep_tile(drop, b, h, rows, start, first, COLS: tl.constexpr):
     """Say which pairs of rows [R] and the COLS keys from ``first`` on survive dropout: bool [R, COLS].
 
-    Four keys share the words of one Philox block; ``drop`` is (seed, threshold - 1, q_start, regrow).
+    The rows stand at position ``rows + start``, and ``first`` is a position. Four keys share the words of
+    one Philox block.
     """
-    seed, above, q_start, _ = drop
     blocks = first // 4 + tl.arange(0, COLS // 4)
-    w0, w1, w2, w3 = tl.philox(seed, blocks[None, :], (rows + q_start)[:, None], h, b, n_rounds=7)
+    h, b = _counted(drop, h, b)
+    w0, w1, w2, w3 = tl.philox(drop.seed, blocks[None, :], (rows + start)[:, None], h, b, n_rounds=7)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [R, COLS / 4, 2, 2]
-    return tl.reshape(words, [rows.shape[0], COLS]) > above.to(tl.uint32)
+    return tl.reshape(words, [rows.shape[0], COLS]) > drop.above.to(tl.uint32)
 
 
 @triton.jit
 def keep_pairs(drop, b, h, row, key):
-    """Say which pairs survive dropout, given by index: tensors that broadcast."""
-    seed, above, q_start, _ = drop
-    w0, w1, w2, w3 = tl.philox(seed, key >> 2, row + q_start, h, b, n_rounds=7)
+    """Say which pairs survive dropout, given by number: tensors that broadcast."""
+    if drop.keys is not None:
+        position, key = tl.load(drop.queries + row), tl.load(drop.keys + key)
+    else:
+        position = row + drop.q_start
+    h, b = _counted(drop, h, b)
+    w0, w1, w2, w3 = tl.philox(drop.seed, key >> 2, position, h, b, n_rounds=7)
     lane = key & 3
     word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
-    return word > above.to(tl.uint32)
+    return word > drop.above.to(tl.uint32)
+
+
+@triton.jit
+def _counted(drop, h, b):
+    """Return head and batch as dropout counts them, in the whole of which the call is a part."""
+    if drop.first_head is not None:
+        h, b = h + drop.first_head, b + drop.first_batch
+    return h, b
 
 
 class Dropout(NamedTuple):
@@ -130,16 +144,24 @@ class Dropout(NamedTuple):
     above: int | None = None  # threshold - 1 as a signed 32-bit number: greater words are kept
     q_start: int | None = None  # position of the first row
     regrow: float | None = None  # factor of what is kept
+    # In a part of a larger problem: numbers of its first batch and head, and, for edges, all positions.
+    first_batch: int | None = None
+    first_head: int | None = None
+    queries: Tensor | None = None  # int32 [Q]
+    keys: Tensor | None = None  # int32 [K]
 
     @classmethod
-    def of(cls, dropout_p: float, seed: Tensor | None, q_start: int) -> Dropout:
+    def of(cls, dropout_p: float, seed: Tensor | None, q_start: int, places: Places = NO_PLACES) -> Dropout:
         """Return the numbers of a probability; all None without dropout or with a threshold of 0."""
         threshold = math.floor(dropout_p * 2**32)
         if not threshold:
             return cls()
         above = threshold - 1
         kept = 1 - dropout_p
-        return cls(seed, above - 2**32 if above >= 2**31 else above, q_start, 1 / kept if kept else 1.0)
+        signed = above - 2**32 if above >= 2**31 else above
+        regrow = 1 / kept if kept else 1.0
+        firsts = places.first_batch, places.first_head
+        return cls(seed, signed, q_start, regrow, *firsts, places.queries, places.keys)
 
 
 NO_DROPOUT = Dropout()

@@ -19,7 +19,7 @@ from .tile import head_of, load_values
 # Arguments whose values never cause another compilation: they follow from lengths and counts.
 NUMBERS = (
     *("group_b", "group_h", "list_tiles", "is_ordered", "heads", "q_len", "k_len"),
-    *("drop_above", "q_start"),
+    *("drop_above", "q_start", "whole_rows", "first_batch", "first_head"),
 )
 FIELDS = tl.constexpr(5)  # of a depth in the table of levels
 
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
     stride: Any
     rows: Any  # [0, 1, 2, ...]
     length: Any  # rows that there are
-    start: Any  # position of row 0, for levels
+    start: Any  # position of a row less its number; see start_of
 
 
 class Side(NamedTuple):
@@ -43,7 +43,15 @@ class Side(NamedTuple):
     h: Any
     stride: Any
     length: Any
-    start: Any
+    start: Any  # position of row 0
+    positions: Any  # int32, of each row, in a part of a larger problem; None: start + row
+
+
+class Whole(NamedTuple):
+    """The queries of the problem that a call is a part of; read only where there are positions."""
+
+    start: Any  # position of the first
+    rows: Any
 
 
 class Walk(NamedTuple):
@@ -54,6 +62,7 @@ class Walk(NamedTuple):
     e_side: Side  # what is walked with it and has E columns: values or gradients
     lists: Any  # records.Lists; patterns from the own rows on
     h: Any  # of the queries
+    whole: Whole
     drop: Any  # terms.Dropout, its seed read; None without
     terms: Any  # terms.Terms or None
     table: Any  # of levels
@@ -140,16 +149,39 @@ def find_tile(lists, t, COUNT: tl.constexpr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def tile_of(side, j, rows):
-    """Return tile j of a side, as many rows as are given."""
-    return Rows(side.base, j * rows.shape[0], side.stride, rows, side.length, side.start)
+def start_of(positions, start, first, length):
+    """Return the position less the number of each row of a tile, which begins at row ``first``.
+
+    With positions it is looked up: the rows of a tile follow each other. A tile past the end gets another's.
+    """
+    if positions is not None:
+        row = tl.minimum(first, length - 1)
+        start = tl.load(positions + row) - row
+    return start
 
 
 @triton.jit
-def walked_side(x, descriptor, b, h, length, start, NUMBER: tl.constexpr, SPEC: tl.constexpr):
+def tile_of(side, j, rows):
+    """Return tile j of a side, as many rows as are given."""
+    first = j * rows.shape[0]
+    start = start_of(side.positions, side.start, first, side.length)
+    return Rows(side.base, first, side.stride, rows, side.length, start)
+
+
+@triton.jit
+def distance_shift(positions, whole, query_start, key_start, q_len):
+    """Return the place of a distance in the part ``relative``, less that by the numbers of row and key."""
+    shift = 0
+    if positions is not None:
+        shift = key_start - query_start + whole.start + (whole.rows - q_len)
+    return shift
+
+
+@triton.jit
+def walked_side(x, descriptor, b, h, length, start, positions, NUMBER: tl.constexpr, SPEC: tl.constexpr):
     """Return a Strided as the side that a loop walks; NUMBER is its place in Spec.row_strides."""
     stride = SPEC.row_strides[NUMBER] if SPEC.row_strides[NUMBER] else x.at
-    return Side(descriptor if SPEC.tma else head_of(x, b, h), b, h, stride, length, start)
+    return Side(descriptor if SPEC.tma else head_of(x, b, h), b, h, stride, length, start, positions)
 
 
 @triton.jit

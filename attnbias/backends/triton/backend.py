@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ...kernels.edges.launch import Score
     from ...kernels.launch.config import Target
     from ...kernels.records import Lists
+    from ...kernels.records import Places as KernelPlaces
     from ...kernels.tiles.extras import Extras
     from ...kernels.tiles.levels import Levels
     from ...kernels.tiles.terms import Dropout
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ...op.problem import Problem
     from ...scores.multilevel import MultiLevel
     from ..call import Call, Needs
+    from ..places import Places
 
 name = "triton"
 
@@ -49,7 +51,6 @@ def why_not(problem: Problem) -> list[str]:
     refused = (
         (no_bits, "dtype: Triton's interpreter computes with the bits of bfloat16, not with its numbers"),
         (query.dtype not in DTYPES, f"dtype: float32, float16 or bfloat16, got {query.dtype}"),
-        (problem.places is not None, "places: not supported"),
         (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
     )
     return [words for is_so, words in refused if is_so] + why_not_terms(problem.terms, problem.score)
@@ -235,14 +236,27 @@ def _extras(call: Call) -> tuple[Extras, Tensor | None]:
 
     factors, q_start = None, call.layout.q_start
     extras = PLAIN._replace(terms=terms.pack(call), q_start=q_start)
+    if call.places is not None:
+        extras = extras._replace(places=_places(call.places))
     if call.dropout_p:
         from ...kernels.tiles.terms import Dropout
 
-        extras = extras._replace(dropout=Dropout.of(call.dropout_p, call.seed, q_start))
+        dropout = Dropout.of(call.dropout_p, call.seed, q_start, extras.places)
+        extras = extras._replace(dropout=dropout)
     if call.multilevel is not None:
         levels, factors = _levels(call, call.multilevel)
         extras = extras._replace(levels=levels)
     return extras, factors
+
+
+def _places(places: Places) -> KernelPlaces:
+    """Return places as kernels take them: None for what is not given."""
+    from ...kernels.records import Places as KernelPlaces
+
+    firsts = places.first_batch, places.first_head
+    if places.queries is None:
+        return KernelPlaces(first_batch=firsts[0], first_head=firsts[1])
+    return KernelPlaces(places.queries, places.keys, places.q_len, places.k_len, *firsts)
 
 
 def _target(device: torch.device) -> Target:

@@ -75,7 +75,7 @@ class Gradients:
         is_by_pair = "pair" in self.wanted or "grid" in self.wanted
         self.by_pair = zeros(q_len, k_len) if is_by_pair else None
         self.key = zeros(k_len) if "key" in self.wanted else None
-        self.relative = zeros(max(q_len + k_len - 1, 0)) if "relative" in self.wanted else None
+        self.relative = zeros(call.parts["relative"].shape[2]) if "relative" in self.wanted else None
         self.edges: Tensor | None = None  # of what bias_of_edges gave
 
     def finish(self) -> dict[str, Tensor | None]:

@@ -43,15 +43,20 @@ def test_part_of_any_length(pick):
 
 
 def test_part_in_tiles_of_128():
-    case, rows = CASES["all"], [*range(128), *range(256, cases.Q)]
+    case, rows = CASES["all"], [*range(128, cases.Q)]
     cases.check_bits("cpu", case, cut(RELATIONS["causal"], case, rows, tile=128))
 
 
-@pytest.mark.parametrize("form", ["edges", "auto"])
 @pytest.mark.parametrize("relation", ["window", "global"])
-def test_part_in_other_forms(form, relation):
+def test_part_as_edges(relation):
     case = CASES["all"]
-    part = cut(RELATIONS[relation], case, PICKS["ragged end"], form)
+    cases.check_bits("cpu", case, cut(RELATIONS[relation], case, PICKS["ragged end"], "edges"), same=False)
+
+
+def test_part_with_tiles_and_edges():
+    case = CASES["all"]
+    part = cut(RELATIONS["mixed"], case, PICKS["97 rows"], "auto")
+    assert part.local.tiles and part.local.edges
     cases.check_bits("cpu", case, part, same=False)
 
 
@@ -116,7 +121,7 @@ def test_batches_and_heads_may_be_a_part(form):
 def test_other_positions_give_other_results(name, side):
     """Guard the tests above: they would miss positions that nothing reads."""
     case = LEVELS["none"] if name == "levels" else CASES[name]
-    part = cut(RELATIONS["full"], case, PICKS["scattered tiles"])
+    part = cut(RELATIONS["full"], case, PICKS["ragged end"])
     inputs = [x.detach() for x in draw(case)]
     rows, keys = part.places.queries.long() - cases.START, part.places.keys.long()
     inputs[:3] = [x[:, :, at] for x, at in zip(inputs[:3], (rows, keys, keys), strict=True)]
