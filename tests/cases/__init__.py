@@ -10,7 +10,8 @@ relations          relations that hold data
 processes          processes on this machine that form a group
 sharded            what they compute: problems whole and sharded
 dtensors           the same on DTensors
-parallel           models over processes: tensor parallel, FSDP2, shards, Hugging Face
+parallel           models over processes: tensor parallel, FSDP2, shards
+hf_ranks           Hugging Face models over processes
 places             parts of a problem, computed at their places, compared with the whole
 compiled           modules with attention, compiled or exported, compared with eager ones
 reads              counts what the host reads from tensors
