@@ -12,7 +12,8 @@ sharded            what they compute: problems whole and sharded
 sharded_graphs     what they compute over graphs
 sharded_layers     what they compute with layers of PyG
 dtensors           the same on DTensors
-parallel           models over processes: tensor parallel, FSDP2, shards, Hugging Face
+parallel           models over processes: tensor parallel, FSDP2, shards
+hf_ranks           Hugging Face models over processes
 places             parts of a problem, computed at their places, compared with the whole
 compiled           modules with attention, compiled or exported, compared with eager ones
 reads              counts what the host reads from tensors

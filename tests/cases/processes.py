@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 LIMIT = 60.0  # seconds that one function may take
-GRACE = 5.0  # seconds that the others may take once one has failed
 
 
 class Failure(Exception):
@@ -59,12 +58,9 @@ class Pool:
         results: list[Any] = [None] * len(self.pipes)
         waiting = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
         while waiting:
-            failed = [x for x in results if isinstance(x, Failure)] if not each else []
-            ready = wait(list(waiting), GRACE if failed else limit)
+            ready = wait(list(waiting), limit)
             if not ready:
                 self.close()
-                if failed:
-                    raise failed[0]
                 raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in {limit} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[index]

@@ -9,14 +9,15 @@
 For transformers 5.x; tested with 5.22.2. An option that cannot be honoured raises an error.
 
 Modules: ``model`` (attach a model, set its relations), ``forward`` (the attention function that transformers
-calls), ``masks`` (mask functions as relations), ``relations`` (nearest keys; patches of a ViT). A mask
-function that transformers adds gets a reader in ``masks``.
+calls), ``masks`` (mask functions as relations), ``relations`` (nearest keys; patches of a ViT), ``sharded``
+(a model over the ranks of a mesh). A mask function that transformers adds gets a reader in ``masks``.
 """
 
 from .forward import NAME, attention_forward, register
 from .masks import Mask, make_mask
 from .model import attach, set_relation
 from .relations import NearestKeys, patch_neighborhood
+from .sharded import gather
 
 __all__ = [
     "NAME",
@@ -24,6 +25,7 @@ __all__ = [
     "NearestKeys",
     "attach",
     "attention_forward",
+    "gather",
     "make_mask",
     "patch_neighborhood",
     "register",

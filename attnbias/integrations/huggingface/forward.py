@@ -15,7 +15,8 @@ from ...op import dispatch
 from ...op.weights import attention_weights
 from ...relations import Causal, Dense, Full, Relation, Window
 from ...scores.terms import KernelTerm, PairBias, Term
-from .masks import Mask, make_mask
+from ...sharding import Shard
+from .masks import Mask, Shards, make_mask, running
 from .relations import NearestKeys
 
 NAME = "attnbias"
@@ -27,9 +28,12 @@ _IGNORED = frozenset(
     (
         *("cache_position", "is_causal", "num_items_in_batch", "output_hidden_states", "past_key_values"),
         *("position_embeddings", "position_ids", "return_dict", "sliding_window", "use_cache"),
-        *("output_router_logits", "deterministic", "output_attentions", "logits_to_keep"),
+        *("output_router_logits", "deterministic", "output_attentions", "logits_to_keep", "shift_labels"),
     )
 )
+
+# Substrings of the names of layers that attend to tokens other than their own.
+_CROSS = ("cross", "encdec", "encoder_attn")
 
 Chosen = Relation | NearestKeys
 
@@ -104,6 +108,11 @@ def attention_forward(
         wanted = "wanted the model's own mask, which knows the positions that the relation needs"
         raise _refuse(module, f"attention_mask: {wanted}, got {_kind(attention_mask)}")
     wants_weights = _wants_weights(options)
+    if mask.shards is not None or running.shards is not None:
+        shard = _find_shard(module, mask, chosen, is_plain=not (terms or wants_weights))
+        numbers = {"scale": scaling, "softcap": softcap, "dropout_p": dropout}
+        out = attention(query, key, value, shard, sink=s_aux, **numbers)  # type: ignore[call-overload]
+        return out.transpose(1, 2).contiguous(), None
     is_step = query.shape[2] == 1 and not dropout and not wants_weights and dispatch.asked_for(None) is None
     if is_step and (chosen is None or _is_plain(chosen, query.device)):
         # A layout for one row takes longer to build than the row to compute, and serves one token. So this is
@@ -119,6 +128,33 @@ def attention_forward(
     out = attention(query, key, value, relation, dropout_p=dropout, **shared)  # type: ignore[call-overload]
     weights = attention_weights(query, key, relation, **shared) if wants_weights else None  # type: ignore[call-overload]
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _find_shard(module: nn.Module, mask: Mask, chosen: Chosen | None, *, is_plain: bool) -> Shard:
+    """Return the shard of a layer in a call over ranks."""
+    if not is_plain:
+        raise _refuse(module, "mesh: wanted neither weights nor biases of positions over ranks, got them")
+    shards: Shards | None = mask.shards
+    found = None if shards is None else shards.of.get((mask.relation, chosen))  # type: ignore[arg-type]
+    if found is None:
+        wanted = "mesh: wanted the causal, sliding or bidirectional mask of the layer's type over ranks"
+        raise _refuse(module, f"{wanted}, got {mask.relation!r}")
+    return found
+
+
+def is_self_attention(name: str, module: nn.Module) -> bool:
+    """Return whether a module of this name in a model attends to its own tokens."""
+    return is_attention(module) and not is_cross(name, module)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module calls the attention function."""
+    return hasattr(module, "is_causal") and not isinstance(module, nn.MultiheadAttention)
+
+
+def is_cross(name: str, module: nn.Module) -> bool:
+    """Return whether a module of this name attends to tokens other than its own."""
+    return any(word in name.lower() for word in _CROSS) or bool(getattr(module, "is_cross_attention", False))
 
 
 def _refuse(module: nn.Module, what: str) -> NotImplementedError:

@@ -18,8 +18,25 @@ import torch
 from torch import Tensor
 
 from ...relations import Causal, Documents, Full, Padding, Relation, Where, Window
+from ...sharding import Shard
 
 MaskFunction = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """The shards of a call over ranks, by the model's own relation and the one that ``set_relation`` set."""
+
+    of: dict[tuple[Relation, Relation | None], Shard]
+
+
+class Running:
+    """The call over ranks that runs, from which every mask that is made takes its shards."""
+
+    shards: Shards | None = None
+
+
+running = Running()  # not a context variable, which dynamo cannot trace
 
 
 class Mask:
@@ -49,6 +66,7 @@ class Mask:
         self._combined: dict[int, tuple[Relation, Relation]] = {}
         self._rows: dict[tuple[int, int, int], tuple[Relation | None, Tensor | None]] = {}
         self._numbers: Tensor | None = None
+        self.shards: Shards | None = None  # of a call over ranks; then the relation is not that of the whole
 
     @property
     def relation(self) -> Relation:
@@ -159,7 +177,9 @@ def make_mask(
     make = partial(_to_relation, mask_function, attention_mask, place)
     lengths = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
     given = {"batch_size": batch_size, "mask_function": mask_function, "attention_mask": attention_mask}
-    return Mask(make, q_offset - kv_offset, kv_offset, options | lengths | given)
+    mask = Mask(make, q_offset - kv_offset, kv_offset, options | lengths | given)
+    mask.shards = running.shards
+    return mask
 
 
 # -- mask functions as relations ------------------------------------------------------------------

@@ -12,22 +12,27 @@ from torch import nn
 from ...relations import Relation
 from ...scores.buckets import t5_buckets
 from ...scores.terms import RelativeBias
-from .forward import NAME, RELATION, Chosen, NoBias, register
+from .forward import NAME, RELATION, Chosen, NoBias, is_attention, is_cross, register
 from .relations import NearestKeys
-
-# Substrings of the names of layers that attend to tokens other than their own.
-_CROSS = ("cross", "encdec", "encoder_attn")
+from .sharded import shard_model
 
 
-def attach(model: Any, relation: Chosen | Callable[[int], Chosen | None] | None = None) -> Any:
+def attach(
+    model: Any, relation: Chosen | Callable[[int], Chosen | None] | None = None, *, mesh: Any = None
+) -> Any:
     """Run a model on attnbias, and return it; ``model.set_attn_implementation("eager")`` undoes it.
 
     Args:
         model: a ``PreTrainedModel`` whose attention goes through transformers' interface.
         relation: as for :func:`set_relation`.
+        mesh: a DeviceMesh of one dimension or a ProcessGroup, over which the tokens are sharded. Every rank
+            calls the model with the whole batch. Logits are those of its own tokens (:func:`gather` has all),
+            and the mean of all ranks' losses is that of the whole, so average the gradients, as DDP and FSDP
+            do. None, also in a later call: one rank computes all.
 
     Raises:
         ValueError: if it is not such a model, or has attention code of its own.
+        NotImplementedError: with ``mesh``, if tokens meet elsewhere than in self-attention.
     """
     register()
     wanted = "model: wanted a transformers model whose attention can be replaced"
@@ -45,6 +50,7 @@ def attach(model: Any, relation: Chosen | Callable[[int], Chosen | None] | None 
             module.has_relative_attention_bias = True
     if relation is not None:
         set_relation(model, relation)
+    shard_model(model, mesh)
     return model
 
 
@@ -73,12 +79,7 @@ def set_relation(
         raise TypeError(f"relation: wanted a relation, a function of the layer or None, got {relation!r}")
     found = 0
     for name, module in model.named_modules():
-        if not hasattr(module, "is_causal") or isinstance(module, nn.MultiheadAttention):
-            continue
-        is_cross = any(word in name.lower() for word in _CROSS) or getattr(
-            module, "is_cross_attention", False
-        )
-        if is_cross == cross:
+        if is_attention(module) and is_cross(name, module) == cross:
             number = getattr(module, "layer_idx", None)
             chosen = given(found if number is None else number)
             if not isinstance(chosen, Relation | NearestKeys | None):
