@@ -237,7 +237,9 @@ def max_logit(
         )
         by_head = row_max.movedim(-2, 0).flatten(1)  # [H, B * Q]
         # One more: there may be none.
-        return torch.nn.functional.pad(by_head, (0, 1), value=-torch.inf).amax(1)
+        largest = torch.nn.functional.pad(by_head, (0, 1), value=-torch.inf).amax(1)
+        reduce_max: Callable[[Tensor], Tensor] | None = getattr(relation, "reduce_max", None)
+        return largest if reduce_max is None else reduce_max(largest)  # of all ranks, for a shard
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..arguments import as_count
@@ -267,6 +268,12 @@ class Shard:
             self.kept[name] = torch.from_numpy(self._side(of).tokens(self.ranks.rank)).to(device)
         tokens: Tensor = self.kept[name]
         return tokens
+
+    def reduce_max(self, largest: Tensor) -> Tensor:
+        """Return the largest of all ranks; ``max_logit`` asks."""
+        if self.ranks.size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.ranks.group)
+        return largest
 
     # -- what attention reads ------------------------------------------------------------------------
 

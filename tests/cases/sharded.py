@@ -392,6 +392,7 @@ def use_whole_tensors(rank: int, size: int) -> dict[str, Any]:
     facts["max"] = difference(
         loaded.gather(row_max, 1), ab.attention(all_x, all_x, all_x, ab.Causal(), return_max=True)[1]
     )
+    facts["max_logit"] = difference(ab.max_logit(y, y, loaded), ab.max_logit(all_x, all_x, ab.Causal()))
     halves = y.bfloat16()
     facts["half"] = ab.attention(halves, halves, halves, loaded).dtype
     return facts

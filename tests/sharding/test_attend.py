@@ -99,4 +99,5 @@ def test_whole_tensors_are_scattered_and_gathered():
         assert facts["same"] and facts["positions"] and facts["grad"] and all(facts["attention"])
         assert facts["relations"] == [ab.Causal(), ab.Window(before=99)]
         assert facts["max"] < 1e-5
+        assert facts["max_logit"] < 1e-5
         assert facts["half"] == torch.bfloat16
