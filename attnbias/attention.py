@@ -28,7 +28,7 @@ TAKERS: dict[str, Callable[..., Any]] = {}
 
 
 class Sharded(Protocol):
-    """What takes a call itself, such as an :class:`attnbias.Shard`: this module knows no processes."""
+    """Takes a call itself, as an :class:`attnbias.Shard` does: this module knows no processes."""
 
     def attend_sharded(self, query: Tensor, key: Tensor, value: Tensor, /, **given: Any) -> Any:
         """Run ``attention`` with these arguments."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Asked(NamedTuple):
-    """What a call wants, besides its tensors."""
+    """The wishes of a call, besides its tensors."""
 
     return_lse: bool
     return_max: bool

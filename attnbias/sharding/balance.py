@@ -22,7 +22,7 @@ _SWAPS = 32  # for each rank, at most
 
 
 class Weights(NamedTuple):
-    """What a split looks at, for each tile of queries."""
+    """The numbers that a split looks at, for each tile of queries."""
 
     work: Floats  # [tiles]
     first: Ints  # [tiles], the first tile of keys that it needs

@@ -31,7 +31,7 @@ _HARMLESS = ("return_dict", "output_hidden_states")
 
 
 class Kind(NamedTuple):
-    """What layers of one kind relate."""
+    """The relation of all layers of one kind."""
 
     own: Relation  # the model's mask, without documents
     whole: Relation  # all that holds for the call

@@ -39,7 +39,7 @@ class Edges:  # not a NamedTuple: torch 2.10 cannot compile properties of one
 
     @property
     def relation(self) -> Graph | Fetched:
-        """What ``attention`` takes with queries of the targets and fetched keys of the sources."""
+        """The relation that ``attention`` takes with queries of targets and fetched keys of sources."""
         return self.graph if self.shard is None else self.shard.fetched
 
     def fetch(self, *rows: Tensor) -> tuple[Tensor, ...]:
