@@ -25,17 +25,18 @@ FLAGS = (
     *("-std=c++17", "-O2", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Icsrc"),
     *("-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wconversion", "-Wno-psabi"),
 )
-# csrc/isa.cpp is compiled once for each; the library chooses at run time.
+AVX512 = (
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+    *("-mfma", "-mf16c", "-mprefer-vector-width=512"),
+)
+# Files of csrc/ that are compiled once for each instruction set; the library chooses at run time.
 ISAS = {
-    "x86_64": {
-        "baseline": (),
-        "avx2": ("-mavx2", "-mfma", "-mf16c"),
-        "avx512": (
-            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
-            *("-mfma", "-mf16c", "-mprefer-vector-width=512"),
-        ),
+    "isa.cpp": {
+        "x86_64": {"baseline": (), "avx2": ("-mavx2", "-mfma", "-mf16c"), "avx512": AVX512},
+        "aarch64": {"neon": ()},
+        "other": {"baseline": ()},
     },
-    "aarch64": {"neon": ()},
+    "pairs.cpp": {"x86_64": {"avx512bf16": (*AVX512, "-mavx512bf16")}, "other": {}},
 }
 
 
@@ -46,6 +47,14 @@ def packages() -> list[str]:
         for package, folder in FOLDERS.items()
         for name in [package, *(f"{package}.{sub}" for sub in find_packages(folder))]
     ]
+
+
+def isas_of(source: str) -> dict[str, tuple[str, ...]]:
+    """Name the instruction sets that a file is compiled for on this machine, with their flags."""
+    name = Path(source).name
+    if name not in ISAS:
+        return {"any": ()}
+    return ISAS[name].get(platform.machine(), ISAS[name]["other"])
 
 
 def run(command: list[str]) -> None:
@@ -103,11 +112,10 @@ class BuildLibrary(build_ext):
         extra = os.environ.get("CXXFLAGS", "").split()
         objects = Path(self.build_temp).absolute()
         objects.mkdir(parents=True, exist_ok=True)
-        isas = ISAS.get(platform.machine(), {"baseline": ()})
         jobs = [
             (source, objects / f"{Path(source).stem}_{isa}.o", [*flags, f"-DAB_ISA={isa}"])
             for source in ext.sources
-            for isa, flags in (isas.items() if source.endswith("isa.cpp") else [("any", ())])
+            for isa, flags in isas_of(source).items()
         ]
 
         def compile_one(job: tuple[str, Path, list[str]]) -> None:

@@ -11,6 +11,7 @@
 
 #if defined(__x86_64__)
 extern const ab_isa_table ab_isa_avx512, ab_isa_avx2, ab_isa_baseline;
+extern const ab_pairs_table ab_pairs_avx512bf16;
 #elif defined(__aarch64__)
 extern const ab_isa_table ab_isa_neon;
 #else
@@ -19,38 +20,51 @@ extern const ab_isa_table ab_isa_baseline;
 
 namespace {
 
-constexpr int MOST = 3;  // instruction sets
+constexpr int MOST = 4;  // instruction sets
 
 #if defined(__x86_64__)
-// Clang 14 does not know the name that __builtin_cpu_supports has for it in GCC.
+// Clang 14 does not know the names that __builtin_cpu_supports has for these in GCC.
 bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
+
+bool has_avx512bf16() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5);
+}
 #endif
 
+// An instruction set: its kernels, and those that replace its tile kernels for bfloat16.
+struct Isa {
+  const char *name = nullptr;
+  const ab_isa_table *kernels = nullptr;
+  const ab_pairs_table *pairs = nullptr;
+};
+
 struct Isas {
-  const ab_isa_table *best_first[MOST + 1] = {};
+  Isa best_first[MOST + 1];  // ends with one without a name
   char names[64] = "";
 
   Isas() {
-    int count = 0;
+    Isa *next = best_first;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-      best_first[count++] = &ab_isa_avx512;
-    if (avx2) best_first[count++] = &ab_isa_avx2;
-    best_first[count++] = &ab_isa_baseline;
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (avx512 && has_avx512bf16()) *next++ = {"avx512bf16", &ab_isa_avx512, &ab_pairs_avx512bf16};
+    if (avx512) *next++ = {"avx512", &ab_isa_avx512, nullptr};
+    if (avx2) *next++ = {"avx2", &ab_isa_avx2, nullptr};
+    *next++ = {"baseline", &ab_isa_baseline, nullptr};
 #elif defined(__aarch64__)
-    best_first[count++] = &ab_isa_neon;
+    *next++ = {"neon", &ab_isa_neon, nullptr};
 #else
-    best_first[count++] = &ab_isa_baseline;
+    *next++ = {"baseline", &ab_isa_baseline, nullptr};
 #endif
-    for (int i = 0; i < count; i++) {
-      if (i) strcat(names, " ");
-      strcat(names, best_first[i]->name);
+    for (const Isa *found = best_first; found < next; found++) {
+      if (found != best_first) strcat(names, " ");
+      strcat(names, found->name);
     }
   }
 };
@@ -60,22 +74,26 @@ const Isas &isas() {
   return found;
 }
 
-std::atomic<const ab_isa_table *> forced{nullptr};
+std::atomic<const Isa *> forced{nullptr};
 
-const ab_isa_table *isa() {
-  const ab_isa_table *asked = forced.load(std::memory_order_relaxed);
-  return asked ? asked : isas().best_first[0];
+const Isa *isa() {
+  const Isa *asked = forced.load(std::memory_order_relaxed);
+  return asked ? asked : isas().best_first;
+}
+
+const Isa *find(const char *name) {
+  for (const Isa *found = isas().best_first; found->name; found++)
+    if (!strcmp(found->name, name)) return found;
+  return nullptr;
 }
 
 // Eight heads of eight numbers fill vectors of eight lanes, whose kernel takes them at once; rows of half a
 // longer vector go head by head, at a fifth of the speed.
-const ab_isa_table *isa_for(const ab_call &call) {
-  const ab_isa_table *const best = isa();
+const Isa *isa_for(const ab_call &call) {
   const bool eights = call.E == 8 && (call.D == 8 || call.additive) && call.H % 8 == 0;
-  if (!eights || call.layout.tiles || forced.load(std::memory_order_relaxed)) return best;
-  for (const ab_isa_table *const *found = isas().best_first; *found; found++)
-    if (!strcmp((*found)->name, "avx2")) return *found;
-  return best;
+  const bool may = eights && !call.layout.tiles && !forced.load(std::memory_order_relaxed);
+  const Isa *const avx2 = may ? find("avx2") : nullptr;
+  return avx2 ? avx2 : isa();
 }
 
 struct Memory {
@@ -101,10 +119,10 @@ bool is_wrong(const ab_call &call) {
 // Run a pass, or return the bytes of scratch that it lacks, negated.
 int64_t run(const ab_call &call, bool backward) {
   if (is_wrong(call)) return AB_BAD_ARGUMENT;
-  const ab_isa_table *const isa = isa_for(call);
-  const int64_t bytes = isa->scratch_bytes(&call, backward);
+  const Isa *const isa = isa_for(call);
+  const int64_t bytes = isa->kernels->scratch_bytes(&call, backward);
   if (call.scratch_bytes < bytes) return -bytes;
-  return backward ? isa->backward(&call) : isa->forward(&call);
+  return backward ? isa->kernels->backward(&call, isa->pairs) : isa->kernels->forward(&call, isa->pairs);
 }
 
 }  // namespace
@@ -145,9 +163,7 @@ const char *ab_isa(void) { return isa()->name; }
 const char *ab_isas(void) { return isas().names; }
 
 int32_t ab_force_isa(const char *name) {
-  const ab_isa_table *wanted = nullptr;
-  for (const ab_isa_table *const *found = isas().best_first; *found; found++)
-    if (!strcmp((*found)->name, name)) wanted = *found;
+  const Isa *const wanted = find(name);
   if (!wanted && *name) return AB_BAD_ARGUMENT;
   forced.store(wanted, std::memory_order_relaxed);
   return AB_OK;

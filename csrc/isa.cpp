@@ -10,8 +10,6 @@
 #include "tiles/backward.h"
 #include "tiles/forward.h"
 
-#define AB_TEXT_OF(x) #x
-#define AB_TEXT(x) AB_TEXT_OF(x)
 #define AB_JOIN_OF(x, y) x##y
 #define AB_JOIN(x, y) AB_JOIN_OF(x, y)
 
@@ -60,18 +58,23 @@ int64_t scratch_bytes(const ab_call *call, bool backward) {
 }
 
 template <bool BACKWARD>
-int32_t run_tiles(const ab_call &call, Arena scratch) {
+int32_t run_tiles(const ab_call &call, const ab_pairs_table *pairs, Arena scratch) {
   if (few::takes(call)) return BACKWARD ? few::backward(call, scratch) : few::forward(call, scratch);
-  return BACKWARD ? tiles::backward(call, scratch) : tiles::forward(call, scratch);
+  if (pairs && call.q.dtype == AB_BFLOAT16 && !tiles::has_levels(call)) {
+    void *const rest = scratch.cut<char>(0);  // what is left of it
+    return BACKWARD ? pairs->backward(&call, rest) : pairs->forward(&call, rest);
+  }
+  return BACKWARD ? tiles::backward<tiles::Floats>(call, scratch)
+                  : tiles::forward<tiles::Floats>(call, scratch);
 }
 
 template <bool BACKWARD>
-int32_t run(const ab_call *call) {
+int32_t run(const ab_call *call, const ab_pairs_table *pairs) {
   Arena scratch(call->scratch);
   ab_call first;
   if (has_tiles(*call)) {
     first = call_for_tiles(*call, BACKWARD, scratch);
-    const int32_t status = run_tiles<BACKWARD>(first, scratch);
+    const int32_t status = run_tiles<BACKWARD>(first, pairs, scratch);
     if (status != AB_OK || !call->layout.edges) return status;
   }
   if (call->additive) return additive::run<BACKWARD>(*call, scratch);
@@ -82,5 +85,5 @@ int32_t run(const ab_call *call) {
 }  // namespace AB_ISA
 
 extern const ab_isa_table AB_JOIN(ab_isa_, AB_ISA);
-const ab_isa_table AB_JOIN(ab_isa_, AB_ISA) = {AB_TEXT(AB_ISA), AB_ISA::scratch_bytes, AB_ISA::run<false>,
+const ab_isa_table AB_JOIN(ab_isa_, AB_ISA) = {AB_ISA::scratch_bytes, AB_ISA::run<false>,
                                                AB_ISA::run<true>};

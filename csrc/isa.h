@@ -9,12 +9,18 @@
 
 #include "attnbias.h"
 
-// The entry points of one instruction set; dispatch.cpp chooses one of these.
+// The tile kernels on pairs of bfloat16 (pairs.cpp). They need the scratch that the others need.
+struct ab_pairs_table {
+  int32_t (*forward)(const ab_call *call, void *scratch);
+  int32_t (*backward)(const ab_call *call, void *scratch);
+};
+
+// The entry points of one instruction set; dispatch.cpp chooses one of these. Where `pairs` is not NULL, it
+// gets the tiles that it can take.
 struct ab_isa_table {
-  const char *name;
   int64_t (*scratch_bytes)(const ab_call *call, bool backward);
-  int32_t (*forward)(const ab_call *call);
-  int32_t (*backward)(const ab_call *call);
+  int32_t (*forward)(const ab_call *call, const ab_pairs_table *pairs);
+  int32_t (*backward)(const ab_call *call, const ab_pairs_table *pairs);
 };
 
 // See ab_set_edge_budget.

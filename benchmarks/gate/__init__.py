@@ -6,6 +6,7 @@ graphs       the floors of graphs
 density      limits of the sweep over density
 term_costs   limits of score terms, softcap and dropout
 level_costs  limits of multi-level scores
+pairs        floors of bfloat16 on CPUs that multiply pairs of it
 lines        one line of the table: a ratio against its floor or limit
 ===========  ==================================================================================
 

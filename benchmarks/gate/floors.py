@@ -1,7 +1,8 @@
 """The floors that speed must not fall below: ``make bench-gate``.
 
 Only ratios are judged: both sides in one run, one thread, process CPU time, in turn. Floors are for x86 with
-AVX2; ``--isa avx2`` holds both sides to it on a machine that has more.
+AVX2; ``--isa avx2`` holds both sides to it on a machine that has more. Those of :mod:`.pairs` are for
+AVX512-BF16.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..cases.tokens import CASES, Case, causal, window
 from ..measure import terminal
 from ..measure.race import MATMUL, race, steps
 from ..measure.timing import Spread, interleave, one_thread, sample
-from . import density, graphs, level_costs, term_costs
+from . import density, graphs, level_costs, pairs, term_costs
 from .lines import Line, at_least, at_most
 
 
@@ -170,7 +171,8 @@ def run(rounds: int, wanted: str) -> int:
             found.append(at_least(row.case, what, row.peer, row.floor, ratio, row.goal))
         swept = density.lines(rounds) if not wanted or wanted in "density" else iter(())
         scored = level_costs.lines(rounds) if not wanted or wanted in "levels" else iter(())
-        found += chain(graphs.lines(rounds, wanted), swept, scored)
+        paired = pairs.lines(rounds) if not wanted or wanted in "pairs" else iter(())
+        found += chain(graphs.lines(rounds, wanted), swept, scored, paired)
         if not wanted or wanted in "terms":
             terminal.progress("score terms")
             for name, cost in term_costs.costs(causal(2048), rounds).items():

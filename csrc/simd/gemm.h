@@ -130,10 +130,12 @@ AB_INLINE void by_vectors(int64_t columns, const Body &body) {
   if (c < columns) body(Count<1>(), c, columns - c);
 }
 
-// Cut rows into strips of at most ROWS; the last two share the rest, so that none is thin.
+// Cut rows into strips of at most ROWS; the last two share the rest, so that none is thin. Only the last
+// may end within a step.
+template <int STEP = 1>
 AB_INLINE int strip_of(int64_t left) {
   if (left <= ROWS) return (int)left;
-  return left < 2 * ROWS ? (int)(left + 1) / 2 : ROWS;
+  return left < 2 * ROWS ? (int)round_up((left + 1) / 2, STEP) : ROWS;
 }
 
 }  // namespace AB_ISA

@@ -1,6 +1,7 @@
 // The backward pass over tiles, one key tile after the other.
 //
-// Lanes are keys. K^T and V^T are packed in panels of LANES keys; rows of Q and dO are read in place:
+// Lanes are keys. K^T and V^T are packed in panels of LANES keys; rows of Q and dO are read in place
+// (pairs, see floats.h, are also packed for the last three products):
 //   P = 2^(Q K^T - lse),  dS = P * (dO V^T - delta) * scale,  delta = rowsum(dO * out) - dlse,
 //   dV += P^T dO,  dK += dS^T Q,  dQ += dS K.
 // dK and dV stay with the thread that has the key tile. dQ is shared: the key tiles of a head are added to
@@ -8,19 +9,26 @@
 // result depends on the number of threads. The gradients of relative and grid go the same way.
 #pragma once
 
+#include "simd/lanes.h"
 #include "simd/philox.h"
 #include "tiles/buffers.h"
 #include "tiles/mode.h"
 
 namespace AB_ISA::tiles {
 
-// Compute P of a strip of queries and a panel of keys; 0 where unrelated. With TERMS `probs` may hold the
-// bias on entry.
+template <class M>
+using Buffer = BackwardBuffer<typename M::Form>;
+template <class M>
+using MeetingOf = Meeting<typename M::Form::Operand>;
+
+// Compute P of a strip of queries and a panel of keys; 0 where unrelated. With TERMS `bias` may hold a
+// bias.
 template <int MR, class M>
-AB_INLINE void compute_probs(const ab_call &call, const Score &score, const BackwardBuffer &buffer,
-                             const Meeting &meeting, Depths depths, int64_t r, int64_t panel) {
+AB_INLINE void compute_probs(const ab_call &call, const Score &score, const Buffer<M> &buffer,
+                             const MeetingOf<M> &meeting, [[maybe_unused]] Depths depths, int64_t r,
+                             int64_t panel) {
   Sums<MR, 2> sums;
-  const Rows queries = meeting.queries.from(r), keys_t = {buffer.keys_t + panel * LANES * call.D, LANES};
+  const auto queries = meeting.queries.across.from(r), keys_t = buffer.panel(buffer.keys_t, panel, call.D);
   if constexpr (M::LEVELS) {
     multiply_levels(sums, buffer.ended, Levels(call), depths, queries, keys_t, buffer.blocks,
                     buffer.blocks.queries + r, buffer.blocks.keys + panel * LANES);
@@ -28,6 +36,7 @@ AB_INLINE void compute_probs(const ab_call &call, const Score &score, const Back
     multiply(sums, buffer.ended, call.D, queries, keys_t);
   }
   const int64_t first = panel * LANES, words = call.layout.tile / 32;
+  const FloatRows probs = buffer.strip(r, first);
   AB_UNROLL
   for (int i = 0; i < MR; i++) {
     const uint32_t related =
@@ -37,17 +46,17 @@ AB_INLINE void compute_probs(const ab_call &call, const Score &score, const Back
     for (int c = 0; c < 2; c++) {
       F raw = score.raw(sums.at[i][c]);
       const F whole =
-          M::TERMS && score.biased ? score.with_bias(raw, load(buffer.probs + at + c * VL)) : raw;
+          M::TERMS && score.biased ? score.with_bias(raw, load(buffer.bias + at + c * VL)) : raw;
       F p = exp2_of(score.below(whole, buffer.lse[r + i], buffer.lse_rest[r + i]));
       if (meeting.bits) p = choose(related >> (c * VL), p, F{});
-      store(buffer.probs + at + c * VL, p);
+      store(probs.at + i * probs.row + c * VL, p);
       if (score.capped) store(buffer.slopes + at + c * VL, score.slope(raw));
     }
   }
 }
 
 // The factors that levels give the products of query r with the keys from j on.
-AB_INLINE F share_of(const ab_call &call, const BackwardBuffer &buffer, Depths depths, int64_t r,
+AB_INLINE F share_of(const ab_call &call, const BackwardBuffer<Floats> &buffer, Depths depths, int64_t r,
                      int64_t j) {
   const Levels levels(call);
   F share = splat(levels.share(depths.shallow));
@@ -61,55 +70,60 @@ AB_INLINE F share_of(const ab_call &call, const BackwardBuffer &buffer, Depths d
 
 // Compute dS of the same.
 template <int MR, class M>
-AB_INLINE void compute_d_scores(const ab_call &call, const BackwardBuffer &buffer, const Meeting &meeting,
-                                Depths depths, int64_t r, int64_t panel) {
+AB_INLINE void compute_d_scores(const ab_call &call, const Buffer<M> &buffer, const MeetingOf<M> &meeting,
+                                [[maybe_unused]] Depths depths, int64_t r, int64_t panel) {
   Sums<MR, 2> sums;
-  multiply(sums, buffer.ended, call.E, meeting.d_out.from(r),
-           {buffer.values_t + panel * LANES * call.E, LANES});
-  [[maybe_unused]] const int64_t first = panel * LANES, words = call.layout.tile / 32;
+  multiply(sums, buffer.ended, call.E, meeting.d_out.across.from(r),
+           buffer.panel(buffer.values_t, panel, call.E));
+  const int64_t first = panel * LANES;
+  [[maybe_unused]] const int64_t words = call.layout.tile / 32;
+  const FloatRows probs = buffer.strip(r, first);
   const bool differs = M::LEVELS && call.per_pair && depths.shallow < depths.deep;
   const F scale =
       splat(M::LEVELS && !differs ? call.scale * Levels(call).share(depths.shallow) : call.scale);
   AB_UNROLL
   for (int i = 0; i < MR; i++) {
-    const int64_t at = (r + i) * buffer.row + panel * LANES;
+    const int64_t at = (r + i) * buffer.row + first;
     const uint32_t kept =
         M::TERMS && buffer.kept ? buffer.kept[(r + i) * words + first / 32] >> first % 32 : 0;
     AB_UNROLL
     for (int c = 0; c < 2; c++) {
-      const F p = load(buffer.probs + at + c * VL);
+      float *const weights = probs.at + i * probs.row + c * VL;
+      const F p = load(weights);
       F d_weight = sums.at[i][c];
       if (M::TERMS && buffer.kept) {
         const F share = choose(kept >> (c * VL), splat(call.kept_share), F{});
         d_weight *= share;
-        store(buffer.probs + at + c * VL, p * share);
+        store(weights, p * share);
       }
       const F by_weight = d_weight - splat(meeting.delta[r + i]);
       F d = p * scale * by_weight;
       if (M::TERMS && buffer.d_bias) store(buffer.d_bias + at + c * VL, p * by_weight);
       if (call.softcap != 0) d *= load(buffer.slopes + at + c * VL);
-      if (differs) d *= share_of(call, buffer, depths, r + i, panel * LANES + c * VL);
-      store(buffer.d_scores + at + c * VL, d);
+      if constexpr (M::LEVELS)
+        if (differs) d *= share_of(call, buffer, depths, r + i, first + c * VL);
+      sums.at[i][c] = d;
     }
   }
+  M::Form::store_d_scores(sums, buffer, r, first);
 }
 
 // The depths of n queries from r on with panel p of `keys` keys.
-AB_INLINE Depths narrow(const BackwardBuffer &buffer, Depths depths, int64_t r, int64_t n, int64_t p,
-                        int64_t keys) {
+AB_INLINE Depths narrow(const BackwardBuffer<Floats> &buffer, Depths depths, int64_t r, int64_t n,
+                        int64_t p, int64_t keys) {
   return buffer.blocks.narrow(depths, buffer.blocks.queries + r, n, buffer.blocks.keys + p * LANES,
                               min64(LANES, keys - p * LANES));
 }
 
 // The panels that have a pair with rows [r, r + n), one bit each.
-AB_INLINE uint32_t panels_of(const ab_call &call, const Meeting &meeting, int64_t panels, int64_t r,
+AB_INLINE uint32_t panels_of(const ab_call &call, const int32_t *bits, int64_t panels, int64_t r,
                              int64_t n) {
-  if (!meeting.bits) return (1u << panels) - 1;
+  if (!bits) return (1u << panels) - 1;
   const int64_t words = call.layout.tile / 32;
   uint32_t found = 0;
   for (int64_t p = 0; p < panels; p++) {
     uint32_t any = 0;
-    for (int64_t i = r; i < r + n; i++) any |= (uint32_t)meeting.bits[i * words + p * LANES / 32];
+    for (int64_t i = r; i < r + n; i++) any |= (uint32_t)bits[i * words + p * LANES / 32];
     if (any >> p * LANES % 32 & (uint32_t)((1ull << LANES) - 1)) found |= 1u << p;
   }
   return found;
@@ -117,32 +131,31 @@ AB_INLINE uint32_t panels_of(const ab_call &call, const Meeting &meeting, int64_
 
 // Compute P and dS of a meeting, 0 in panels without a pair; returns the number of strips.
 template <class M>
-static int64_t compute_scores(const ab_call &call, const Score &score, const BackwardBuffer &buffer,
-                              const Meeting &meeting, int64_t keys, Strip *strips) {
+static int64_t compute_scores(const ab_call &call, const Score &score, const Buffer<M> &buffer,
+                              const MeetingOf<M> &meeting, int64_t keys, Strip *strips) {
   const int64_t panels = divide_up(keys, LANES);
   int64_t count = 0;
   for (int64_t r = 0; r < meeting.count;) {
-    const int n = strip_of(meeting.count - r);
-    const uint32_t found = panels_of(call, meeting, panels, r, n);
+    const int n = strip_of<M::Form::STEP>(meeting.count - r);
+    const uint32_t found = panels_of(call, meeting.bits, panels, r, n);
     for (int64_t p = 0; p < panels; p++) {
-      if (found >> p & 1) {
-        const Depths depths = M::LEVELS ? narrow(buffer, meeting.depths, r, n, p, keys) : Depths{};
-        with_count<ROWS>(n, [&](auto rows) AB_LAMBDA {
-          compute_probs<rows.value, M>(call, score, buffer, meeting, depths, r, p);
-          if (call.dq.data || call.dk.data || (M::TERMS && (buffer.d_bias || buffer.kept)))
-            compute_d_scores<rows.value, M>(call, buffer, meeting, depths, r, p);
-        });
+      if (!(found >> p & 1)) {
+        buffer.clear_panel(r, n, p * LANES);
         continue;
       }
-      for (int64_t at = r * buffer.row + p * LANES; at < (r + n) * buffer.row; at += buffer.row) {
-        memset(buffer.probs + at, 0, LANES * sizeof(float));
-        memset(buffer.d_scores + at, 0, LANES * sizeof(float));
-        if (M::TERMS && buffer.d_bias) memset(buffer.d_bias + at, 0, LANES * sizeof(float));
-      }
+      Depths depths = {};
+      if constexpr (M::LEVELS) depths = narrow(buffer, meeting.depths, r, n, p, keys);
+      with_count<ROWS>(n, [&](auto rows) AB_LAMBDA {
+        compute_probs<rows.value, M>(call, score, buffer, meeting, depths, r, p);
+        if (call.dq.data || call.dk.data || (M::TERMS && (buffer.d_bias || buffer.kept)))
+          compute_d_scores<rows.value, M>(call, buffer, meeting, depths, r, p);
+        M::Form::template store_probs<rows.value>(buffer, r, p * LANES);
+      });
     }
     strips[count++] = {r, n, found};
     r += n;
   }
+  M::Form::end_keys(buffer, meeting.count, keys);
   return count;
 }
 
@@ -155,9 +168,10 @@ AB_INLINE void store_columns(Sums<MR, NV> &sums, float *to, int64_t row, int64_t
     store(to + r * row, choose((1u << n) - 1, sums.at[r][0], load(to + r * row)));
 }
 
-// to [MR, columns] += a^T b over `depth` queries, where a is [queries, keys] and b [queries, columns].
-template <int MR>
-AB_INLINE void add_to_keys(int64_t depth, Rows a, Rows b, int64_t columns, float *to, int64_t to_row) {
+// to [MR, columns] += a^T b over `depth` steps, where a is [queries, keys] and b [queries, columns].
+template <int MR, class Operand>
+AB_INLINE void add_to_keys(int64_t depth, Operand a, Operand b, int64_t columns, float *to,
+                           int64_t to_row) {
   by_vectors(columns, [&](auto vectors, int64_t c, int64_t n) AB_LAMBDA {
     Sums<MR, vectors.value> sums;
     clear(sums);
@@ -168,8 +182,10 @@ AB_INLINE void add_to_keys(int64_t depth, Rows a, Rows b, int64_t columns, float
 }
 
 // Add to some dims of dK, and to dV if `values`, of a key tile.
-static void add_d_keys(const ab_call &call, const BackwardBuffer &buffer, const Meeting &meeting,
-                       const Strip *strips, int64_t count, int64_t keys, Dims dims, bool values) {
+template <class Form>
+static void add_d_keys(const ab_call &call, const BackwardBuffer<Form> &buffer,
+                       const Meeting<typename Form::Operand> &meeting, const Strip *strips, int64_t count,
+                       int64_t keys, Dims dims, bool values) {
   for (int64_t j = 0; j < keys;) {
     const int n = strip_of(keys - j);
     const uint32_t panels = (2u << (j + n - 1) / LANES) - (1u << j / LANES);
@@ -177,16 +193,16 @@ static void add_d_keys(const ab_call &call, const BackwardBuffer &buffer, const 
     while (first < last && !(first->panels & panels)) first++;
     while (first < last && !(last[-1].panels & panels)) last--;
     if (first < last) {
-      const int64_t start = first->first, depth = last[-1].first + last[-1].count - start;
-      const int64_t at = start * buffer.row + j;
+      const int64_t start = first->first, step = start / Form::STEP;
+      const int64_t depth = divide_up(last[-1].first + last[-1].count - start, Form::STEP);
       with_count<ROWS>(n, [&](auto rows) AB_LAMBDA {
         if (call.dv.data && values)
-          add_to_keys<rows.value>(depth, {buffer.probs + at, buffer.row}, meeting.d_out.from(start),
+          add_to_keys<rows.value>(depth, buffer.down(buffer.probs, start, j), meeting.d_out.down.from(step),
                                   buffer.value_width, buffer.d_values + j * buffer.value_width,
                                   buffer.value_width);
         if (call.dk.data)
-          add_to_keys<rows.value>(depth, {buffer.d_scores + at, buffer.row},
-                                  meeting.queries.from(start, dims.first), dims.count,
+          add_to_keys<rows.value>(depth, buffer.down(buffer.d_scores, start, j),
+                                  meeting.queries.down.from(step, dims.first), dims.count,
                                   buffer.d_keys + j * buffer.width + dims.first, buffer.width);
       });
     }
@@ -195,9 +211,9 @@ static void add_d_keys(const ab_call &call, const BackwardBuffer &buffer, const 
 }
 
 // to [MR, columns] += a b, where a is [MR, depth]; the first one writes. A row has `room` numbers.
-template <int MR>
-AB_INLINE void add_to_queries(int64_t depth, Rows a, Rows b, int64_t columns, int64_t room, bool is_first,
-                              float *to, int64_t to_row) {
+template <int MR, class Operand>
+AB_INLINE void add_to_queries(int64_t depth, Operand a, Operand b, int64_t columns, int64_t room,
+                              bool is_first, float *to, int64_t to_row) {
   by_vectors(columns, [&](auto vectors, int64_t c, int64_t n) AB_LAMBDA {
     Sums<MR, vectors.value> sums;
     clear(sums);
@@ -214,9 +230,10 @@ AB_INLINE void add_to_queries(int64_t depth, Rows a, Rows b, int64_t columns, in
 }
 
 // Add one key tile to some dims of dQ of a query tile, `to`.
-static void add_d_queries(const ab_call &call, const BackwardBuffer &buffer, Rows keys, int64_t key_count,
-                          const Strip *strips, int64_t count, Dims dims, bool is_first, float *to,
-                          int64_t to_row) {
+template <class Form>
+static void add_d_queries(const ab_call &call, const BackwardBuffer<Form> &buffer,
+                          typename Form::Operand keys, int64_t key_count, const Strip *strips,
+                          int64_t count, Dims dims, bool is_first, float *to, int64_t to_row) {
   for (const Strip *strip = strips; strip < strips + count; strip++) {
     float *rows_to = to + strip->first * to_row + dims.first;
     if (!strip->panels) {
@@ -227,29 +244,32 @@ static void add_d_queries(const ab_call &call, const BackwardBuffer &buffer, Row
     }
     const int64_t first = __builtin_ctz(strip->panels) * LANES;
     const int64_t stop = min64(key_count, (32 - __builtin_clz(strip->panels)) * LANES);
-    const Rows a = {buffer.d_scores + strip->first * buffer.row + first, buffer.row};
+    const typename Form::Operand a = {buffer.d_scores_across + strip->first * buffer.row + first,
+                                      buffer.row};
     with_count<ROWS>(strip->count, [&](auto rows) AB_LAMBDA {
-      add_to_queries<rows.value>(stop - first, a, keys.from(first, dims.first), dims.count,
-                                 call.D - dims.first, is_first, rows_to, to_row);
+      add_to_queries<rows.value>(divide_up(stop - first, Form::STEP), a,
+                                 keys.from(first / Form::STEP, dims.first), dims.count, call.D - dims.first,
+                                 is_first, rows_to, to_row);
     });
   }
 }
 
 // Fill in q~ of a meeting, of the dims that it reads, and the depths of its pairs.
-static void read_levels(const ab_call &call, const BackwardBuffer &buffer, int64_t b, int64_t h, int64_t i,
-                        int64_t j, int64_t key_count, bool full, int32_t mark, Meeting &meeting) {
+[[maybe_unused]] static void read_levels(const ab_call &call, const BackwardBuffer<Floats> &buffer,
+                                         int64_t b, int64_t h, int64_t i, int64_t j, int64_t key_count,
+                                         bool full, int32_t mark, Meeting<Rows> &meeting) {
   const Levels levels(call);
   meeting.depths = buffer.blocks.fill(levels, full, mark, query_position(call, i), meeting.count,
                                       key_position(call, j), key_count);
   const int64_t columns = levels.prefix(meeting.depths.deep);
   copy_rows(call.q, b, h, i, meeting.count, columns, buffer.width, buffer.queries);
   multiply_columns(buffer.queries, buffer.width, meeting.count, columns, buffer.factors);
-  meeting.queries = {buffer.queries, buffer.width};
+  meeting.queries.across = meeting.queries.down = {buffer.queries, buffer.width};
 }
 
 // Set dS of pairs that do not share a level to 0; the others add to that level's dims.
-static void keep_level(const BackwardBuffer &buffer, int level, int64_t keys, Strip *strips,
-                       int64_t count) {
+[[maybe_unused]] static void keep_level(const BackwardBuffer<Floats> &buffer, int level, int64_t keys,
+                                        Strip *strips, int64_t count) {
   const int64_t row = buffer.blocks.row;
   for (Strip *strip = strips; strip < strips + count; strip++)
     for (int64_t p = 0; p < divide_up(keys, LANES); p++) {
@@ -269,24 +289,25 @@ static void keep_level(const BackwardBuffer &buffer, int level, int64_t keys, St
 
 // Add everything that a key tile and an entry of its list, a query tile of head h, contribute.
 template <class M>
-static void backward_meeting(const ab_call &call, const BackwardShared &shared, BackwardBuffer &buffer,
+static void backward_meeting(const ab_call &call, const BackwardShared &shared, const Buffer<M> &buffer,
                              TermSums &terms, const Item &item, int64_t h, int64_t group, int64_t entry,
-                             bool full, Rows keys, int64_t key_count) {
+                             bool full, typename M::Form::Operand keys, int64_t key_count) {
+  typedef typename M::Form Form;
   const ab_layout &layout = call.layout;
   const int64_t tile = layout.tile, t = layout.k_tile[entry], first = t * tile;
   const int64_t head = item.b * call.H + h, tiles = divide_up(call.Q, tile);
   const float *lse = call.lse + head * call.Q + first;
   const Score score(call, LOG2_E, M::TERMS && has_terms(call));
-  Meeting meeting = {};
+  MeetingOf<M> meeting = {};
   meeting.count = min64(tile, call.Q - first);
   if constexpr (M::LEVELS)
     read_levels(call, buffer, item.b, h, first, item.tile * tile, key_count, full, layout.k_mark[entry],
                 meeting);
   else
     meeting.queries =
-        rows_as_float(call.q, item.b, h, first, meeting.count, call.D, buffer.width, buffer.queries);
+        Form::both(call.q, item.b, h, first, meeting.count, call.D, buffer.width, buffer.queries);
   meeting.d_out =
-      rows_as_float(call.dout, item.b, h, first, meeting.count, call.E, buffer.value_width, buffer.d_out);
+      Form::both(call.dout, item.b, h, first, meeting.count, call.E, buffer.value_width, buffer.d_out);
   meeting.delta = shared.delta + head * call.Q + first;
   if (!full) meeting.bits = layout.patterns + layout.k_mark[entry] * tile * (tile / 32);
   for (int64_t i = 0; i < meeting.count; i++) score.split(lse[i], buffer.lse + i, buffer.lse_rest + i);
@@ -297,11 +318,11 @@ static void backward_meeting(const ab_call &call, const BackwardShared &shared, 
                              buffer.kept + i * (tile / 32));
   if (M::TERMS && score.biased)
     for (int64_t i = 0; i < meeting.count; i++)
-      fill_row(call, item.b, h, first + i, item.tile * tile, key_count, buffer.probs + i * buffer.row);
+      fill_row(call, item.b, h, first + i, item.tile * tile, key_count, buffer.bias + i * buffer.row);
   Strip strips[MOST_ROWS] = {};
   const int64_t count = compute_scores<M>(call, score, buffer, meeting, key_count, strips);
   const int64_t together = M::LEVELS ? Levels(call).prefix(meeting.depths.shallow) : buffer.width;
-  add_d_keys(call, buffer, meeting, strips, count, key_count, {0, together}, true);
+  add_d_keys<Form>(call, buffer, meeting, strips, count, key_count, {0, together}, true);
   if (M::TERMS && buffer.d_bias)
     for (int64_t i = 0; i < meeting.count; i++)
       terms.add_row(call, item.b, h, first + i, item.tile * tile, key_count,
@@ -316,17 +337,18 @@ static void backward_meeting(const ab_call &call, const BackwardShared &shared, 
     if (M::LEVELS && rank == 0)
       for (int64_t i = 0; i < meeting.count; i++)
         memset(to + i * shared.dq.row, 0, (size_t)call.D * sizeof(float));
-    add_d_queries(call, buffer, keys, key_count, strips, count, {0, M::LEVELS ? together : call.D},
-                  !M::LEVELS && rank == 0, to, shared.dq.row);
+    add_d_queries<Form>(call, buffer, keys, key_count, strips, count, {0, M::LEVELS ? together : call.D},
+                        !M::LEVELS && rank == 0, to, shared.dq.row);
   }
-  if (M::LEVELS && (wants_queries || call.dk.data)) {
-    for (int l = meeting.depths.shallow; l < meeting.depths.deep; l++) {
+  if constexpr (M::LEVELS) {
+    const bool wanted = wants_queries || call.dk.data;
+    for (int l = meeting.depths.shallow; wanted && l < meeting.depths.deep; l++) {
       const int64_t start = Levels(call).prefix(l);
       const Dims dims = {start, Levels(call).prefix(l + 1) - start};
       keep_level(buffer, l, key_count, strips, count);
-      add_d_keys(call, buffer, meeting, strips, count, key_count, dims, false);
+      add_d_keys<Form>(call, buffer, meeting, strips, count, key_count, dims, false);
       if (wants_queries)
-        add_d_queries(call, buffer, keys, key_count, strips, count, dims, false, to, shared.dq.row);
+        add_d_queries<Form>(call, buffer, keys, key_count, strips, count, dims, false, to, shared.dq.row);
     }
   }
   if (!wants_queries) return;
@@ -353,16 +375,16 @@ AB_INLINE void start_terms(const ab_call &call, const int32_t *bounds, int64_t k
 template <class M>
 static void backward_item(const ab_call &call, const BackwardShared &shared, const Item &item,
                           Arena memory) {
-  BackwardBuffer buffer(call, memory);
+  typedef typename M::Form Form;
+  const Buffer<M> buffer(call, memory);
   TermSums terms(call, query_span(call, 0, call.Q), call.layout.tile, memory);
   const ab_layout &layout = call.layout;
   const int64_t tile = layout.tile, first = item.tile * tile, n = min64(tile, call.K - first);
   const int64_t tiles = divide_up(call.K, tile), share = call.H / call.Hk;
-  const Rows keys = rows_as_float(call.k, item.b, item.h, first, n, call.D, buffer.width, buffer.keys);
   if (M::LEVELS) Levels(call).fill_factors(buffer.factors, buffer.width);
-  const Rows values = rows_as_float(call.v, item.b, item.h, first, n, call.E, call.E, buffer.values);
-  pack_panels(keys, n, call.D, Score(call).sign, buffer.keys_t);
-  pack_panels(values, n, call.E, 1.0f, buffer.values_t);
+  Form::pack(call.k, item.b, item.h, first, n, call.D, Score(call).sign, buffer.keys, buffer.keys_t);
+  Form::pack(call.v, item.b, item.h, first, n, call.E, 1.0f, buffer.values, buffer.values_t);
+  const auto keys = Form::both(call.k, item.b, item.h, first, n, call.D, buffer.width, buffer.keys).down;
   memset(buffer.d_keys, 0, (size_t)(n * buffer.width) * sizeof(float));
   memset(buffer.d_values, 0, (size_t)(n * buffer.value_width) * sizeof(float));
   for (int64_t h = item.h * share; h < (item.h + 1) * share; h++) {
@@ -406,6 +428,7 @@ static void prepare_item(const ab_call &call, const BackwardShared &shared, cons
     });
 }
 
+template <class Form>
 static int32_t backward(const ab_call &call, Arena scratch) {
   const ab_layout &layout = call.layout;
   const BackwardShared shared(call, scratch);
@@ -426,15 +449,15 @@ static int32_t backward(const ab_call &call, Arena scratch) {
   });
   if (status != AB_OK) return status;
   Arena needed;
-  BackwardBuffer(call, needed);
+  BackwardBuffer<Form>(call, needed);
   TermSums(call, query_span(call, 0, call.Q), layout.tile, needed);
   return run_together(call, k_tiles, needed.bytes, [&](int64_t b, int64_t h, int64_t t, Arena memory) {
-    with_mode(has_terms(call) || call.drop_below, has_levels(call),
-              [&](auto mode) { backward_item<decltype(mode)>(call, shared, {b, h, 0, t}, memory); });
+    with_mode<Form>(has_terms(call) || call.drop_below, has_levels(call),
+                    [&](auto mode) { backward_item<decltype(mode)>(call, shared, {b, h, 0, t}, memory); });
   });
 }
 
-static int64_t backward_scratch_bytes(const ab_call &call) {
+[[maybe_unused]] static int64_t backward_scratch_bytes(const ab_call &call) {
   Arena scratch;
   BackwardShared(call, scratch);
   return scratch.bytes;

@@ -1,12 +1,15 @@
-"""The gate's limits on density and on multi-level scores."""
+"""The gate's limits on density and on multi-level scores, and the floors of pairs of bfloat16."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from cases.benchmarks import point
 
 from attnbias.benchmarks.cases import tokens
-from attnbias.benchmarks.gate import density, level_costs
+from attnbias.benchmarks.gate import density, level_costs, pairs
 from attnbias.benchmarks.measure import timing
 
 
@@ -33,3 +36,29 @@ def test_level_gate_judges_each_score(monkeypatch):
     monkeypatch.setattr(level_costs, "by_formula", lambda q, k, v, ranks: v)
     with pytest.raises(AssertionError, match="out: error"):
         level_costs.over_formula(tokens.causal(128), (8,) * 8, 1)
+
+
+def test_gate_of_pairs_judges_every_peer_at_its_level_only(monkeypatch):
+    floors = list(pairs.floors())
+    assert len(floors) == 12 and sum(len(floor.peers) for floor in floors) == 20
+    small = pairs.Floor(tokens.causal(64), False, {pairs.FLOAT32: (1.5, 1.8), "SDPA": (2.0, 0)})
+    spread = timing.Spread(1.6, 1.6, 1.6)
+    monkeypatch.setattr(pairs, "floors", lambda: iter([small]))
+    monkeypatch.setattr(pairs, "over_float32", lambda *_, backward: spread)
+    monkeypatch.setattr(pairs, "race", lambda *_, **__: SimpleNamespace(ratios={"SDPA": spread}))
+    monkeypatch.setattr(pairs.cpu, "isa", lambda: pairs.LEVEL)
+    found = list(pairs.lines(1))
+    assert [(cells[2], cells[-1], held) for cells, held in found] == [
+        ("float32", "ok", True),
+        ("SDPA", "below floor", False),
+    ]
+    monkeypatch.setattr(pairs.cpu, "isa", lambda: "avx512")
+    assert not list(pairs.lines(1))
+
+
+def test_bfloat16_is_timed_over_float32_of_the_same_case(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(pairs, "steps", lambda attend, inputs, backward: drawn.append(inputs[0].dtype))
+    monkeypatch.setattr(pairs, "interleave", lambda functions, rounds: [[3.0, 6.0], [2.0, 4.0]])
+    ratio = pairs.over_float32(tokens.causal(64, dtype=torch.bfloat16), 2, backward=True)
+    assert drawn == [torch.float32, torch.bfloat16] and ratio == (1.5, 1.5, 1.5)
