@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 name = "sdpa"
 
+# No measurement on a GPU says yet that our kernels are faster where nothing is left out.
+WHY_DEFAULT = (
+    "torch's own kernels are the default for Full() and Causal() on CUDA, because ours are unmeasured"
+)
+LARGEST = 256  # head size of FlashAttention, the one fused kernel of torch that takes shared key heads
+
 
 def why_not(problem: Problem) -> list[str]:
     """Return the reasons why scaled_dot_product_attention cannot run this problem."""
@@ -51,14 +57,32 @@ def why_not(problem: Problem) -> list[str]:
 
 def why_not_by_default(problem: Problem) -> list[str]:
     """Return why it runs only when asked for: it is not known to be faster here."""
-    device = problem.query.device
-    if device.type != "cuda" or not _is_hopper(device.index):
-        return ["it is the default only on CUDA devices of sm_90 and newer"]
+    if problem.query.device.type != "cuda":
+        return ["it is the default only on CUDA devices"]
     if torch.are_deterministic_algorithms_enabled():
         return ["it is not deterministic, and torch.use_deterministic_algorithms is on"]
     if isinstance(problem.relation, Dense) or problem.terms or problem.softcap or problem.sink is not None:
         return ["it is the default only without a mask"]
-    return []
+    return _why_unfused(problem)
+
+
+def _why_unfused(problem: Problem) -> list[str]:
+    """Return why torch would fall back to a matrix of all scores: shared key heads have one fused kernel."""
+    (heads, q_len, size), dtype = problem.query.shape[1:], problem.query.dtype
+    key_heads, k_len = problem.key.shape[1:3]
+    if heads == key_heads:
+        return []
+    if dtype not in (torch.float16, torch.bfloat16):
+        wrong = str(dtype).removeprefix("torch.")
+    elif size > LARGEST or problem.value.shape[-1] > LARGEST:
+        wrong = f"head sizes above {LARGEST}"
+    elif size != problem.value.shape[-1]:
+        wrong = "values of another head size than the keys"
+    elif isinstance(problem.relation, Causal) and not _sees_all(problem) and q_len != k_len:
+        wrong = "Causal() with other numbers of queries and keys"
+    else:
+        return []
+    return [f"torch makes a matrix of all scores for shared key heads with {wrong}"]
 
 
 def attend(problem: Problem) -> tuple[Tensor, None]:
@@ -139,11 +163,3 @@ def _make_row(problem: Problem) -> Tensor | None:
 def _sees_all(problem: Problem) -> bool:
     """Return whether even the first query stands at or after the last key, so that causal is full."""
     return problem.q_start >= problem.key.shape[2] - 1
-
-
-def _is_hopper(index: int | None) -> bool:
-    return torch.cuda.get_device_capability(index) >= (9, 0)
-
-
-# What torch.compiler.assume_constant_result sets, without its import of dynamo, which takes a second.
-_is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -64,7 +64,7 @@ class InOp(Backend, Protocol):
 IN_OP: dict[str, InOp] = {"cpu": cpu, "rows": rows, "triton": triton}
 IN_PLACE: dict[str, InPlace] = {"sdpa": sdpa, "reference": reference}
 
-# The first that can is taken; by default sdpa steps back wherever it is not known to be faster.
+# The first that can is taken; by default sdpa steps back off CUDA and where torch has no fused kernel.
 ORDER = ("sdpa", "triton", "cpu", "rows", "reference")
 BACKENDS: dict[str, InOp | InPlace] = {
     name: found for name in ORDER if (found := IN_OP.get(name) or IN_PLACE.get(name)) is not None

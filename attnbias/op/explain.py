@@ -66,7 +66,7 @@ def explain(
         >>> q = k = v = torch.zeros(1, 8, 256, 64)
         >>> print(ab.explain(q, k, v, ab.Causal(), backend="reference"))
         backend reference: it was asked for
-        not     sdpa: it is the default only on CUDA devices of sm_90 and newer
+        not     sdpa: it is the default only on CUDA devices
         not     triton: ...
         not     cpu: ...
         not     rows: it could run this, but 'reference' was chosen
@@ -79,8 +79,13 @@ def explain(
     name = dispatch.asked_for(backend)
     chosen = dispatch.choose(problem, name)
     others = {other: _why_not(problem, other, chosen) for other in dispatch.BACKENDS if other != chosen}
-    why = "it was asked for" if name else "it is the first that can run this"
-    return Explanation(chosen, why, others, layout_for(problem).stats())
+    return Explanation(chosen, _why(name, chosen), others, layout_for(problem).stats())
+
+
+def _why(asked: str | None, chosen: str) -> str:
+    if asked is not None:
+        return "it was asked for"
+    return sdpa.WHY_DEFAULT if chosen == sdpa.name else "it is the first that can run this"
 
 
 def _why_not(problem: Problem, name: str, chosen: str) -> str:

@@ -1,5 +1,7 @@
 """A single query on the backend ``sdpa``, on which the steps of Hugging Face models run."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -52,18 +54,15 @@ def test_a_single_query_is_refused(words, relation, options):
     assert str(caught.value) == f"backend 'sdpa' cannot run this: {words}"
 
 
-def test_one_row_mask_does_not_make_sdpa_the_default(monkeypatch):
-    class Query:
-        device = torch.device("cuda", 0)
+def test_one_row_mask_does_not_make_sdpa_the_default():
+    def on_cuda(relation, softcap=0.0):
+        """Return what the choice reads of a problem whose tensors lie on a GPU, which is not there."""
+        shape, device = (B, H, 1, 8), torch.device("cuda", 0)
+        query = SimpleNamespace(device=device, dtype=torch.float32, shape=shape)
+        given = {"terms": (), "softcap": softcap, "sink": None, "q_start": K - 1}
+        return SimpleNamespace(query=query, key=query, value=query, relation=relation, **given)
 
-    class OnCuda:
-        query, terms, sink = Query, (), None
-
-        def __init__(self, relation, softcap=0.0):
-            self.relation, self.softcap = relation, softcap
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     relation, _ = RELATIONS["row"]
-    assert sdpa.why_not_by_default(OnCuda(ab.Full())) == []
-    for problem in (OnCuda(relation), OnCuda(ab.Full(), softcap=2.0)):
+    assert sdpa.why_not_by_default(on_cuda(ab.Full())) == []
+    for problem in (on_cuda(relation), on_cuda(ab.Full(), softcap=2.0)):
         assert sdpa.why_not_by_default(problem) == ["it is the default only without a mask"]

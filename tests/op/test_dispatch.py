@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from attnbias.op import dispatch
 from attnbias.op.problem import Problem
 from attnbias.testing.draw import draw_problem
 
+FULL = ab.Full()
 KERNEL = "rows" if cpu.missing() else "cpu"  # the default on CPUs
 
 
@@ -229,25 +231,56 @@ def test_sdpa_refuses_rows_without_keys_and_layouts():
         ab.attention(*inputs(), ab.Causal().layout(5, 7), backend="sdpa")
 
 
-def test_sdpa_is_the_default_on_new_gpus_only(monkeypatch):
-    class Query:
-        device = torch.device("cuda", 0)
+def on_cuda(relation=FULL, dtype=torch.bfloat16, heads=(4, 4), sizes=(64, 64), lengths=(9, 9), q_start=0):
+    """Return what the choice reads of a problem whose tensors lie on a GPU, which is not there."""
+    device = torch.device("cuda", 0)
+    query = SimpleNamespace(device=device, dtype=dtype, shape=(2, heads[0], lengths[0], sizes[0]))
+    key = SimpleNamespace(shape=(2, heads[1], lengths[1], sizes[0]))
+    value = SimpleNamespace(shape=(2, heads[1], lengths[1], sizes[1]))
+    return SimpleNamespace(
+        query=query,
+        key=key,
+        value=value,
+        relation=relation,
+        terms=(),
+        softcap=0.0,
+        sink=None,
+        q_start=q_start,
+    )
 
-    class OnCuda:
-        query, relation, terms, softcap, sink = Query, ab.Full(), (), 0.0, None
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
-    words = "it is the default only on CUDA devices of sm_90 and newer"
-    assert dispatch.sdpa.why_not_by_default(OnCuda) == [words]
-    assert dispatch.sdpa.why_not_by_default(Problem(*inputs())) == [words]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    assert dispatch.sdpa.why_not_by_default(OnCuda) == []
+@pytest.mark.parametrize("relation", [ab.Full(), ab.Causal()])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sdpa_is_the_default_on_every_cuda_device(relation, dtype):
+    assert dispatch.sdpa.why_not_by_default(on_cuda(relation, dtype)) == []
+    words = "it is the default only on CUDA devices"
+    assert dispatch.sdpa.why_not_by_default(Problem(*inputs(), relation)) == [words]
     torch.use_deterministic_algorithms(True)
     try:
         words = "it is not deterministic, and torch.use_deterministic_algorithms is on"
-        assert dispatch.sdpa.why_not_by_default(OnCuda) == [words]
+        assert dispatch.sdpa.why_not_by_default(on_cuda(relation, dtype)) == [words]
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (None, {}),
+        (None, {"dtype": torch.float16, "sizes": (256, 256), "relation": ab.Causal()}),
+        (None, {"relation": ab.Causal(), "lengths": (1, 9), "q_start": 8}),
+        ("float32", {"dtype": torch.float32}),
+        ("head sizes above 256", {"sizes": (320, 320)}),
+        ("head sizes above 256", {"sizes": (64, 320)}),
+        ("values of another head size than the keys", {"sizes": (64, 32)}),
+        ("Causal() with other numbers of queries and keys", {"relation": ab.Causal(), "lengths": (5, 9)}),
+    ],
+)
+def test_sdpa_leaves_shared_key_heads_that_torch_has_no_fused_kernel_for(words, given):
+    """They fall into a matrix of all scores: slow, and out of memory at 16k tokens."""
+    reasons = [f"torch makes a matrix of all scores for shared key heads with {words}"] if words else []
+    assert dispatch.sdpa.why_not_by_default(on_cuda(heads=(8, 2), **given)) == reasons
+    assert dispatch.sdpa.why_not_by_default(on_cuda(heads=(8, 8), **given)) == []
 
 
 def test_use_backend_is_restored_whichever_thread_exits_first():

@@ -33,7 +33,7 @@ def test_explanation_reads_as_a_table():
     assert str(ab.explain(q, k, v, layout)) == (
         "backend cpu: it is the first that can run this\n"
         "not     sdpa: relation: only Full() and Causal(), not as a layout; "
-        "it is the default only on CUDA devices of sm_90 and newer\n"
+        "it is the default only on CUDA devices\n"
         "not     triton: device: only CUDA, got cpu\n"
         "not     rows: it could run this, but 'cpu' was chosen\n"
         "not     reference: it could run this, but 'cpu' was chosen\n"
@@ -42,6 +42,16 @@ def test_explanation_reads_as_a_table():
         f"pairs   8256 needed, {stats.executed} executed ({stats.waste:.2f}x)\n"
         f"layout  {stats.bytes} bytes, 1 patterns"
     )
+
+
+def test_explanation_says_why_torchs_kernel_is_the_default(monkeypatch):
+    monkeypatch.setattr(dispatch.sdpa, "why_not_by_default", lambda problem: [])
+    found = ab.explain(*inputs(), ab.Causal())
+    assert found.backend == "sdpa"
+    assert found.why == (
+        "torch's own kernels are the default for Full() and Causal() on CUDA, because ours are unmeasured"
+    )
+    assert ab.explain(*inputs(), ab.Causal(), backend="sdpa").why == "it was asked for"
 
 
 def test_explanation_is_frozen_and_holds_the_numbers():
