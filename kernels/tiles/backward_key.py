@@ -13,8 +13,8 @@ from .chunks import add_products, fetch, load_own, own_prefix, score, store_sums
 from .extras import PLAIN, Extras
 from .levels import add_mixed, divide_by_depths, score_mixed
 from .row_sums import PADDING
-from .terms import Dropout, add_terms, keep_tile
-from .tile import head_of, load_values, mask, store_rows
+from .terms import Dropout, add_terms, inside, keep_tile
+from .tile import LOG2E, head_of, load_values, mask, store_rows
 from .walk import (
     NUMBERS,
     Rows,
@@ -61,13 +61,15 @@ def _walk_queries(
         tile_lse2, tile_delta = tl.load(lse2 + j * ROWS + rows), tl.load(delta + j * ROWS + rows)
         if not SPEC.has.levels:
             s = score(k, q, stretch.inner, LOOP, SPEC)
-        x = s * stretch.c
+        x = s
         start = start_of(queries.positions, queries.start, j * ROWS, queries.length)
         if SPEC.has.terms:
-            row, col = (j * ROWS + rows)[None, :], (own.first + own.rows)[:, None]
+            near = (inside(j * ROWS, rows, queries.length) if PARTIAL else rows)[None, :]
+            cols = inside(own.first, own.rows, own.length)[:, None]
             shift = distance_shift(queries.positions, walk.whole, start, own.start, queries.length)
-            x = add_terms(x, walk.terms, queries.b, walk.h, row, col, queries.length, own.length, shift)
-        p = tl.math.exp2(x - tile_lse2[None, :])
+            at = j * ROWS, near, own.first, cols, queries.length, shift
+            x = add_terms(s, LOG2E / stretch.c, walk.terms, queries.b, walk.h, *at, SPEC)
+        p = tl.math.exp2(x * stretch.c - tile_lse2[None, :])
         if PARTIAL:
             p = mask(p, walk.lists, t, own.rows, rows, 0.0, ROWS, SPEC)
         if SPEC.has.dropout:

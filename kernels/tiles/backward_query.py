@@ -20,8 +20,8 @@ from .chunks import add_products, fetch, load_own, own_prefix, score, store_sums
 from .extras import PLAIN, Extras
 from .levels import add_mixed, divide_by_depths, score_mixed
 from .row_sums import PADDING
-from .terms import Diagonals, Dropout, add_terms, keep_tile, store_diagonals, store_pairs
-from .tile import head_of, load_values, mask, mask_half
+from .terms import Diagonals, Dropout, add_terms, inside, keep_tile, store_diagonals, store_pairs
+from .tile import LOG2E, head_of, load_values, mask, mask_half
 from .walk import (
     NUMBERS,
     Rows,
@@ -73,13 +73,15 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, d_terms, LOOP: tl.conste
         v = fetch_values(walk.e_side, j, cols, PARTIAL, SPEC)
         if not SPEC.has.levels:
             s = score(q, k, stretch.inner, LOOP, SPEC)
-        x = s * stretch.c
+        x = s
         start = start_of(keys.positions, keys.start, j * COLS, keys.length)
         if SPEC.has.terms:
-            row, col = (own.first + own.rows)[:, None], (j * COLS + cols)[None, :]
+            rows = inside(own.first, own.rows, own.length)[:, None]
+            near = (inside(j * COLS, cols, keys.length) if PARTIAL else cols)[None, :]
             shift = distance_shift(keys.positions, walk.whole, own.start, start, own.length)
-            x = add_terms(x, walk.terms, keys.b, walk.h, row, col, own.length, keys.length, shift)
-        p = tl.math.exp2(x - lse2[:, None])
+            at = own.first, rows, j * COLS, near, own.length, shift
+            x = add_terms(s, LOG2E / stretch.c, walk.terms, keys.b, walk.h, *at, SPEC)
+        p = tl.math.exp2(x * stretch.c - lse2[:, None])
         if PARTIAL and not SPEC.half:
             p = mask(p, walk.lists, t, own.rows, cols, 0.0, COLS, SPEC)
         dp = tl.dot(grad, v.T, input_precision=SPEC.precision)
@@ -93,6 +95,7 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, d_terms, LOOP: tl.conste
         else:
             ds = p * (dp - delta[:, None])
         if d_terms.pairs is not None:
+            row, col = (own.first + own.rows)[:, None], (j * COLS + cols)[None, :]
             store_pairs(ds, d_terms.pairs, d_terms.line, row, col, own.length, keys.length)
         if d_terms.slots is not None:
             i, col_tile, q_len = own.first // SPEC.rows, j, own.length

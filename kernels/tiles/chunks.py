@@ -95,7 +95,7 @@ def score(x, y, inner, LOOP: tl.constexpr, SPEC: tl.constexpr):
     for i in tl.static_range(1, CHUNKS):
         s = tl.dot(x[i], y[i].T, s, input_precision=SPEC.precision)
     if SPEC.has.softcap:
-        s = cap(s, inner)
+        s = cap(s, inner, SPEC.ptx and x[0].dtype != tl.float32)
     return s
 
 

@@ -11,7 +11,7 @@ from .levels import NO_LEVELS, Levels, plan
 from .terms import NO_DROPOUT, Dropout, Terms
 
 LOG2E = 1 / math.log(2)
-SMALLEST = 1e-30  # of c: what is masked becomes -inf * c, which must not be NaN
+SMALLEST = 1e-20  # of c: what is masked becomes -inf * c, which must not be NaN
 
 
 class Extras(NamedTuple):
@@ -64,8 +64,8 @@ def score_unit(scale: float, softcap: float) -> float:
 
 
 def least_score(c: float) -> float:
-    """Return what is below every score; times c it is still finite."""
-    return -1e38 / max(c, 1e8)
+    """Return what is below every score and term over c; times c, or a number of levels, it is still finite."""
+    return -1e36 / max(c, 1.0)
 
 
 PLAIN = Extras()

@@ -12,7 +12,7 @@ from ..records import Lists
 from .chunks import fetch, load_own, own_prefix, score
 from .extras import PLAIN, Extras, least_score
 from .levels import score_mixed
-from .terms import Dropout, add_terms, keep_tile
+from .terms import Dropout, add_terms, inside, keep_tile
 from .tile import (
     LN2,
     LOG2E,
@@ -92,10 +92,11 @@ def _walk_keys(acc, m, total, q, walk, stretch, LOOP: tl.constexpr, SPEC: tl.con
         c = stretch.c
         start = start_of(keys.positions, keys.start, j * COLS, keys.length)
         if SPEC.has.terms:
-            row, col = (own.first + own.rows)[:, None], (j * COLS + cols)[None, :]
+            rows = inside(own.first, own.rows, own.length)[:, None]
+            near = (inside(j * COLS, cols, keys.length) if PARTIAL else cols)[None, :]
             shift = distance_shift(keys.positions, walk.whole, own.start, start, own.length)
-            s = add_terms(s * c, walk.terms, keys.b, walk.h, row, col, own.length, keys.length, shift)
-            c = 1.0
+            at = own.first, rows, j * COLS, near, own.length, shift
+            s = add_terms(s, LOG2E / c, walk.terms, keys.b, walk.h, *at, SPEC)
         if PARTIAL:
             s = mask(s, walk.lists, t, own.rows, cols, -float("inf"), COLS, SPEC)
         acc, m, total = _accumulate(acc, m, total, s, v, cols, c, walk, j * COLS + start, SPEC)
@@ -173,18 +174,18 @@ def forward_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, E_COLUMNS], tl.float32)
     # The maximum is of scores that are yet to be multiplied by c, which depends on the depth.
-    if SPEC.has.levels and not SPEC.has.terms:
+    if SPEC.has.levels:
         m = m * c
     for LOOP in tl.static_range(len(SPEC.loops)):
         for depth in tl.range(SPEC.loops[LOOP].first, SPEC.loops[LOOP].stop):
             stretch = find_stretch(bounds, exists, depth, table, c, inner, LOOP, SPEC)
             x = own_prefix(queries, own, stretch.prefix, LOOP, SPEC)
-            if SPEC.has.levels and not SPEC.has.terms:
+            if SPEC.has.levels:
                 m = m / stretch.c
             acc, m, total = _walk_keys(acc, m, total, x, walk, stretch, LOOP, SPEC)
-            if SPEC.has.levels and not SPEC.has.terms:
+            if SPEC.has.levels:
                 m = m * stretch.c
-    if not SPEC.has.levels and not SPEC.has.terms:
+    if not SPEC.has.levels:
         m = m * c
     at = (b * heads + h).to(tl.int64) * q_len + i * ROWS + rows
     if row_max is not None:
@@ -248,7 +249,6 @@ def tiles_forward(
         lse=lse,
         row_max=row_max,
         sink=sink,
-        # Terms are added to what is multiplied by c already.
-        least=least_score(arguments["c"]) if extras.terms is None else -3e38,
+        least=least_score(arguments["c"]),
         **arguments,
     )

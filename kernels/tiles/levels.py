@@ -166,7 +166,7 @@ def score_mixed(own, walked, table, inner, SPEC: tl.constexpr):
     if SPEC.has.per_pair:
         s = divide_by_depths(s, own, walked, (shallow, deep), table)
     if SPEC.has.softcap:
-        s = cap(s, inner)
+        s = cap(s, inner, SPEC.ptx and own.base.dtype.element_ty != tl.float32)
     return s, (shallow, deep)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..launch.config import Spec
 from ..records import NO_PLACES, Lists, Places, Strided, round_up
-from .tile import LOG2E, head_of
+from .tile import head_of
 
 
 class PairPart(NamedTuple):
@@ -50,25 +50,46 @@ class Terms(NamedTuple):
 
 
 @triton.jit
-def add_terms(s, terms, b, h, row, col, q_len, k_len, shift):
-    """Add the terms of a tile of pairs to its scores, both times log2(e).
+def add_terms(s, rate, terms, b, h, row, rows, col, cols, q_len, shift, SPEC: tl.constexpr):
+    """Add the terms of a tile of pairs, times ``rate``, to its scores.
 
-    ``row`` and ``col`` broadcast to s; a pair past the ends gets the number of another one, and is masked.
-    ``shift`` comes from ``walk.distance_shift``.
+    The pairs are of rows ``row + rows`` and keys ``col + cols``; row and col are one number each. Kept apart,
+    they leave addresses that differ by constants from register to register. A pair past the ends gets the
+    number of another one, and is masked: see ``inside``. ``shift`` comes from ``walk.distance_shift``.
     """
-    row = tl.minimum(row, q_len - 1)
-    col = tl.minimum(col, k_len - 1)
     if terms.relative is not None:
-        s += tl.load(head_of(terms.relative, b, h) + (col - row + (q_len - 1) + shift)) * LOG2E
+        at = head_of(terms.relative, b, h) + (col - row + (q_len - 1) + shift)
+        s += read(at - rows + cols, SPEC) * rate
     if terms.key is not None:
-        s += tl.load(head_of(terms.key, b, h) + col) * LOG2E
+        s += tl.load(head_of(terms.key, b, h) + col + cols) * rate
     if terms.pair is not None:
-        at = row.to(tl.int64) * terms.pair.q + col.to(tl.int64) * terms.pair.k
-        s += tl.load(head_of(terms.pair, b, h) + at) * LOG2E
+        at = (row + rows).to(tl.int64) * terms.pair.q + (col + cols).to(tl.int64) * terms.pair.k
+        s += tl.load(head_of(terms.pair, b, h) + at) * rate
     if terms.grid is not None:
-        at = tl.load(terms.grid.query_code + row) - tl.load(terms.grid.key_code + col)
-        s += tl.load(head_of(terms.grid, b, h) + at) * LOG2E
+        at = tl.load(terms.grid.query_code + row + rows) - tl.load(terms.grid.key_code + col + cols)
+        s += tl.load(head_of(terms.grid, b, h) + at) * rate
     return s
+
+
+@triton.jit
+def read(at, SPEC: tl.constexpr):
+    """Load float32 numbers by pointers, in the layout of whoever uses them.
+
+    tl.load would take neighbours in one thread and bring them to the layout of a product through shared memory.
+    """
+    if SPEC.ptx:
+        x = tl.inline_asm_elementwise(
+            "ld.global.f32 $0, [$1];", "=f,l", [at.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        x = tl.load(at)
+    return x
+
+
+@triton.jit
+def inside(first, rows, length):
+    """Return rows, those past the length replaced by the last one, if ``first + rows`` are their numbers."""
+    return tl.minimum(rows, length - 1 - first)
 
 
 @triton.jit

@@ -79,9 +79,19 @@ def tanh(x):
 
 
 @triton.jit
-def cap(s, inner):
-    """Return tanh(inner * s), what a softcap makes of a product; its slope is inner * (1 - tanh^2)."""
-    return tanh(s * inner)
+def cap(s, inner, FAST: tl.constexpr = False):
+    """Return tanh(inner * s), what a softcap makes of a product; its slope is inner * (1 - tanh^2).
+
+    FAST: by one instruction, whose relative error of at most 2^-11 is that of one rounding to float16.
+    """
+    x = s * inner
+    if FAST:
+        y = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = tanh(x)
+    return y
 
 
 @triton.jit
