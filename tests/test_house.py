@@ -26,7 +26,7 @@ OVERVIEWS = (*PACKAGES, "csrc", "tests/cases")  # folders whose modules are name
 
 # Lowest first. A module imports from its own row and lower ones, in functions too; types are exempt.
 LAYERS = (
-    ("attnbias.arguments", "attnbias.native", "attnbias.kernels", "ptxemu", "recipe_pictures"),
+    ("attnbias.arguments", "attnbias.native", "attnbias.kernels", "ptxemu", "fakecuda", "recipe_pictures"),
     ("attnbias.sets",),
     ("attnbias.layouts",),
     ("attnbias.relations",),  # above layouts, since Relation.layout builds one
@@ -46,7 +46,7 @@ LAYERS = (
     ("attnbias.benchmarks.report",),
     ("attnbias.benchmarks.gate",),
     ("attnbias.benchmarks",),
-    ("attnbias.__main__",),
+    ("attnbias.__main__", "fakecuda.measure", "fakecuda.__main__"),
 )
 _MADE_BY_METHOD = "graph.shard() makes a value of a higher row, which it imports when it is called"
 ALLOWED: dict[tuple[str, str], str] = {  # (importer, imported): why it may import upward or in a cycle
