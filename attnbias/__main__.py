@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_gpu(report: argparse.ArgumentParser, tune: argparse.ArgumentParser) -> None:
     """Add the arguments of report and tune."""
-    from .report.command import add_report, add_tune
+    from .report.options import add_report, add_tune
 
     add_report(report)
     add_tune(tune)

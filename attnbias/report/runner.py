@@ -142,7 +142,9 @@ def supervise(path: Path, start: Callable[[], int], say: Say) -> None:
         store = Store(path)
         name = store.data["running"]
         if name is not None:  # the process ended inside it
-            words = f"the process ended with code {code}" if code != -9 else "it hung, and was ended"
+            words = (
+                "it hung, or was ended by the system" if code == -9 else f"the process ended with code {code}"
+            )
             store.end(name, {"status": Status.DEAD.value, "words": words, "seconds": 0.0})
             say(f"    DEAD: {words}; going on in a new process")
         elif store.data["is_whole"]:

@@ -23,6 +23,7 @@ from .runner import Outcome, Run, Status, Step
 SAMPLES, REPLAYS = 5, 10
 HEADS = 16
 HALF = torch.bfloat16
+ALL = tuple(name for name in PEERS if name != DENSE)
 
 
 class Timed(NamedTuple):
@@ -31,7 +32,7 @@ class Timed(NamedTuple):
     name: str
     make: Callable[[], Case]
     options: Callable[[Case], dict[str, Any]] | None = None
-    peers: tuple[str, ...] = tuple(name for name in PEERS if name != DENSE)
+    peers: tuple[str, ...] = ALL
 
 
 def lines(device: str, quick: bool) -> Iterator[Timed]:
