@@ -3,8 +3,8 @@
 Start with ``attention``. The other modules here are ``arguments`` (checks that every folder may use),
 ``native`` (opens the C++ library) and ``structured`` (structured matrices). The folders, from the bottom:
 ``sets``, ``layouts``, ``relations``, ``recipes``, ``scores``, ``backends``, ``op``, ``sharding``, then
-``testing`` and ``symmetry``, then ``nn`` and ``integrations``. A folder imports only those before it;
-docs/architecture.md explains why.
+``testing`` and ``symmetry``, then ``nn`` and ``integrations``, then ``report``, which also imports the
+benchmarks. A folder imports only those before it; docs/architecture.md explains why.
 """
 
 from . import recipes, testing

@@ -1,4 +1,4 @@
-"""Show a relation, plan it over ranks, verify the backends, check the theory, or run the benchmark."""
+"""Show a relation, plan it over ranks, verify the backends, report on a GPU, or run the benchmark."""
 
 from __future__ import annotations
 
@@ -48,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from .benchmarks.__main__ import main as run_benchmark
 
             return run_benchmark(rest) or 0
+        if given.command in ("report", "tune"):
+            from .report import command
+
+            return {"report": command.report, "tune": command.tune}[given.command](given)
         return {"show": _show, "plan": _plan, "verify": _verify, "info": _info, "theory": _theory}[
             given.command
         ](given)
@@ -84,8 +88,20 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--long", action="store_true", help="check some rows of 65,536 tokens instead")
     commands.add_parser("info", help="print versions and devices, and why each backend can or cannot run")
     commands.add_parser("theory", help="print the symmetries of each mechanism, and check the claims on them")
+    _add_gpu(
+        commands.add_parser("report", help="check and time all of a GPU: one file, 60 lines to paste"),
+        commands.add_parser("tune", help="measure configurations of the GPU kernels, and keep the fastest"),
+    )
     commands.add_parser("bench", help="run the benchmark; bench --help lists its options", add_help=False)
     return parser
+
+
+def _add_gpu(report: argparse.ArgumentParser, tune: argparse.ArgumentParser) -> None:
+    """Add the arguments of report and tune."""
+    from .report.options import add_report, add_tune
+
+    add_report(report)
+    add_tune(tune)
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:

@@ -16,12 +16,11 @@ from ..layouts.fill import Form
 from ..op import dispatch
 from ..op.problem import Problem
 from ..relations import Relation
-from ..scores.buckets import t5_buckets
-from ..scores.terms import ALiBi, KeyBias, RelativeBias
-from . import soak
+from . import shipped, soak
 from .compare import by_relation, compare_rows
 from .draw import Drawn
 from .inputs import make_inputs
+from .shipped import OPTIONS
 
 FORWARD, BACKWARD, ANY_PASS = "forward", "backward", "any pass"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,19 +72,6 @@ RELATIONS: dict[str, Callable[[int, int], Relation]] = {
     "scattered": lambda q, k: relations.Where(_every_third),
     "neighbours": _neighbours,
     "graph": _graph,
-}
-# Options of ``attention`` that have code of their own.
-OPTIONS: dict[str, Callable[[int, int], dict[str, Any]]] = {
-    "softcap and sink": lambda heads, k: {"softcap": 3.0, "sink": torch.linspace(-1, 2, heads)},
-    "negative scale": lambda heads, k: {"scale": -0.3},
-    "dropout": lambda heads, k: {"dropout_p": 0.3},
-    "ALiBi and T5 table": lambda heads, k: {
-        "terms": [
-            ALiBi(torch.linspace(0.05, 0.2, heads)),
-            RelativeBias(torch.linspace(-1, 1, heads * 16).view(heads, 16), t5_buckets(True, 64)),
-        ]
-    },
-    "key bias": lambda heads, k: {"terms": [KeyBias(torch.linspace(-1, 1, k)[None])]},
 }
 
 
@@ -157,13 +143,36 @@ def lines(device: torch.device | str, backend: str | None, wanted: str = "") -> 
     """Run every check whose title contains ``wanted``; yield one line per pass.
 
     Runs on one backend, or on each that can run. Skips what a backend refuses by design (sdpa: all but full
-    and causal; the reference: layouts).
+    and causal; the reference: layouts). On a GPU its kernels come first, as they are shipped.
     """
     names = [backend] if backend else [name for name, why in backends_of(device).items() if not why]
+    kernels = dispatch.KERNELS.get(torch.device(device).type)
+    if torch.device(device).type == "cuda" and kernels in names:
+        yield from shipped_lines(device, kernels, wanted)
     for name in names:
         for check in checks():
             if wanted in str(check):
                 yield from _judge(name, str(check), partial(soak.find_faults, check.drawn(), name, device))
+
+
+def shipped_lines(device: torch.device | str, backend: str, wanted: str = "") -> Iterator[Line]:
+    """Run the checks of the shipped kernels; each line has their configurations."""
+    for check in shipped.checks(backend, torch.device(device)):
+        if wanted not in check.name:
+            continue
+        title = f"shipped: {check.name}"
+        try:
+            verdict = check.run()
+        except NotImplementedError:
+            continue
+        except Exception as error:  # the checks that follow are still useful
+            yield Line(backend, title, ANY_PASS, f"RAISED {words_of(error)}")
+            continue
+        if verdict.skipped:
+            yield Line(backend, f"{title} (skipped: {verdict.skipped})", ANY_PASS, "")
+            continue
+        words = f"  {verdict.kernels}" if verdict.kernels else ""
+        yield from _by_pass(backend, f"{title}{words}", list(verdict.faults.values()))
 
 
 def _judge(backend: str, what: str, find: Callable[[], list[str]]) -> Iterator[Line]:
@@ -175,8 +184,12 @@ def _judge(backend: str, what: str, find: Callable[[], list[str]]) -> Iterator[L
     except Exception as error:  # the checks that follow are still useful
         yield Line(backend, what, ANY_PASS, f"RAISED {words_of(error)}")
         return
+    yield from _by_pass(backend, what, faults)
+
+
+def _by_pass(backend: str, what: str, faults: list[str]) -> Iterator[Line]:
     for which in (FORWARD, BACKWARD):
-        mine = [fault for fault in faults if fault.startswith(("out", "lse")) == (which == FORWARD)]
+        mine = [fault for fault in faults if fault.startswith(("out", "lse", "max")) == (which == FORWARD)]
         yield Line(backend, what, which, "WRONG " + "; ".join(mine) if mine else "")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..backends import reference
 from ..relations import Relation
 from .textbook import Leaves, eager, leaves_of, with_leaves
-from .tolerance import assert_no_worse, magnitudes
+from .tolerance import WorseError, assert_no_worse, magnitudes
 
 if TYPE_CHECKING:
     from ..op.problem import Problem
@@ -36,6 +36,8 @@ class Comparison(NamedTuple):
     eager: float  # error of the textbook computation in the same dtype
     largest: float  # absolute value of the exact result
     fault: str
+    wrong: Tensor | None = None  # bool, of a faulty result: its elements
+    got: Tensor | None = None  # a faulty result itself
 
 
 def compare(
@@ -133,13 +135,14 @@ def _judge(name: str, got: Tensor, eager: Tensor, exact: Tensor, magnitude: floa
         far = (x.double() - exact).abs().masked_fill(exact == -torch.inf, 0)
         return far.max().item() if far.numel() else 0.0
 
-    fault = ""
+    fault, wrong = "", None
     try:
         factor = 2.0 if name in ("out", "lse", "max") else 3.0
         assert_no_worse(name, got, eager, exact, factor, magnitude=magnitude)
-    except AssertionError as error:
-        fault = str(error)
-    return Comparison(distance(got), distance(eager), distance(torch.zeros_like(exact)), fault)
+    except WorseError as error:
+        fault, wrong = str(error), error.wrong
+    sizes = distance(got), distance(eager), distance(torch.zeros_like(exact))
+    return Comparison(*sizes, fault, wrong, got if fault else None)
 
 
 def compare_max(problem: Problem, got: Tensor, magnitude: float) -> Comparison:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,13 @@ from ..attention import attention
 from ..op.problem import Problem
 from ..scores.additive import AdditiveScore
 from ..scores.terms import ALiBi
-from .compare import Result, compare, compare_max, faults_of
+from .compare import Comparison, Result, compare, compare_max, faults_of
 from .draw import Drawn, draw_problem
 from .textbook import Leaves, attend_rows, count_pairs, leaves_of, with_leaves
 from .tolerance import magnitudes
+
+if TYPE_CHECKING:
+    from ..layouts.layout import Layout
 
 
 def check(
@@ -41,15 +44,34 @@ def check(
 def find_faults(drawn: Drawn, backend: str | None = None, device: torch.device | str = "cpu") -> list[str]:
     """Return what is wrong with a backend's results and gradients, one line per result; empty = nothing.
 
+    See ``find_results``.
+    """
+    return faults_of(find_results(drawn, backend, device))
+
+
+def find_results(
+    drawn: Drawn,
+    backend: str | None = None,
+    device: torch.device | str = "cpu",
+    layout: Layout | None = None,
+) -> dict[str, Comparison]:
+    """Compare a backend's results and gradients, and the largest score of each row, with the textbook's.
+
     The backend computes on ``device``, the textbook on the CPU.
+
+    Args:
+        drawn: the call.
+        backend: by name; None for the chosen one.
+        device: of the backend.
+        layout: what the backend gets in place of the relation, such as one that was made on the device.
 
     Raises:
         NotImplementedError: if the backend refuses the problem.
     """
     problem = Problem(*drawn.inputs, drawn.relation, **drawn.options)
     (batch, heads, q_len), k_len = problem.query.shape[:3], problem.key.shape[2]
-    relation: Any = drawn.relation
-    if drawn.form:
+    relation: Any = drawn.relation if layout is None else layout
+    if drawn.form and layout is None:
         sizes = {"q_start": problem.q_start, "batch": batch, "heads": heads}
         relation = relation.layout(q_len, k_len, form=drawn.form, device=device, **sizes)
     if problem.dropout_p:  # the dropout seed is the call's first and only draw
@@ -79,7 +101,7 @@ def find_faults(drawn: Drawn, backend: str | None = None, device: torch.device |
     row_max = attend(there, return_max=True)[-1]
     assert row_max is not None
     results["max"] = compare_max(problem, row_max.cpu(), size)
-    return faults_of(results)
+    return results
 
 
 def _sizes(problem: Problem, d_out: Tensor, d_lse: Tensor, out: Tensor) -> dict[str, float]:

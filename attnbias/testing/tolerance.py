@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 
+class WorseError(AssertionError):
+    """A result that is not exact enough; ``wrong`` marks its elements, if its shape is right."""
+
+    def __init__(self, words: str, wrong: Tensor | None = None) -> None:
+        super().__init__(words)
+        self.wrong = wrong
+
+
 def assert_no_worse(
     name: str,
     got: Tensor,
@@ -34,19 +42,19 @@ def assert_no_worse(
         magnitude: size of the intermediate numbers that are rounded (see ``magnitudes``).
 
     Raises:
-        AssertionError: naming the elements and what is wrong with them.
+        WorseError: an AssertionError that names the elements and what is wrong with them.
     """
 
     def check(wrong: Tensor, words: str) -> None:
         if wrong.any():
             places = wrong.nonzero().tolist()
             more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-            raise AssertionError(f"{name}: {words} at {places[:3]}{more}")
+            raise WorseError(f"{name}: {words} at {places[:3]}{more}", wrong)
 
     for other, what in ((got, "got"), (same_precision, "same_precision")):
         if other.shape != oracle.shape:
             shapes = f"{[*other.shape]}, the oracle {[*oracle.shape]}"
-            raise AssertionError(f"{name}: {what} has the shape {shapes}")
+            raise WorseError(f"{name}: {what} has the shape {shapes}")
     got, same_precision, oracle = got.detach(), same_precision.detach(), oracle.detach()
     gone = oracle == -torch.inf
     check((got == -torch.inf) != gone, "-inf does not match the oracle's")

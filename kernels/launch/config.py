@@ -1,7 +1,8 @@
 """In which tiles each pass runs, by architecture, dtype and head size; and what a device is.
 
 The table is chosen by counts of compiled code (instructions per multiply-add, spills, the busiest pipe),
-not by timing: no configuration here has been measured on a GPU yet. ``tune`` measures on yours.
+not by timing: no configuration here has been measured on a GPU yet. ``tune`` measures on yours, and the
+environment variable ``ATTNBIAS_TRITON`` changes configurations by hand (see ``parse_changes``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 Pass = Literal["forward", "backward_query", "backward_key"]
+_PASSES: tuple[Pass, ...] = ("forward", "backward_query", "backward_key")
 
 OLDEST = 80  # compute capability x 10
 OLDEST_TRITON = (3, 6)
@@ -71,6 +73,82 @@ _FLAGS = {
     "H": ("half", True),
     "F": ("fixed", True),
 }
+
+
+VARIABLE = "ATTNBIAS_TRITON"
+_FORM = (
+    "changes such as 'forward: 128x64 w4 s3; backward_key: without T N; all: s1', where a pass is forward, "
+    f"backward_query, backward_key or all, and flags are {' '.join(_FLAGS)}"
+)
+
+
+class Change(NamedTuple):
+    """One change of ``ATTNBIAS_TRITON``: another configuration, or parts of the one that is there."""
+
+    which: str  # a pass, or "all"
+    config: Config | None = None  # in place of the table's
+    parts: tuple[tuple[str, Any], ...] = ()  # fields of the table's and their new values
+
+    def apply(self, which: Pass, config: Config, tile: int) -> Config:
+        """Return the configuration of a pass after this change.
+
+        Raises:
+            ValueError: if its tile does not divide the tile of the lists.
+        """
+        if self.which not in (which, "all"):
+            return config
+        if self.config is None:
+            return config._replace(**dict(self.parts))
+        rows, cols = self.config.rows, self.config.cols
+        if tile % rows or tile % cols:
+            raise ValueError(f"{VARIABLE}: wanted a tile that divides the lists' {tile}, got {rows}x{cols}")
+        return self.config
+
+
+def parse_changes(text: str) -> list[Change]:
+    """Read the changes of ``ATTNBIAS_TRITON``, which are separated by semicolons and made in this order.
+
+    A change is a pass and a colon, then a configuration (``128x64 w4 s3 T``), or parts of one: ``w8``,
+    ``s1``, ``without T N``. Without a pass it is for all of them.
+
+    Raises:
+        ValueError: naming the change that cannot be read.
+
+    Example:
+        >>> first, second = parse_changes("forward: 64x32 w4 s2; without T N")
+        >>> str(first.apply("forward", Config.parse("128x64 w4 s3 T"), 128))
+        '64x32 w4 s2'
+        >>> str(second.apply("backward_key", Config.parse("128x64 w4 s3 T N A"), 128))
+        '128x64 w4 s3 A'
+    """
+    return [_parse_change(part.strip()) for part in text.split(";") if part.strip()]
+
+
+def _parse_change(text: str) -> Change:
+    before, colon, after = text.partition(":")
+    which, words = (before.strip(), after.split()) if colon else ("all", text.split())
+    try:
+        if which not in (*_PASSES, "all") or not words:
+            raise ValueError
+        if "x" in words[0]:
+            config = Config.parse(" ".join(words))
+            # What Triton and the kernels take; anything else fails deep inside the compiler.
+            if min(config.rows, config.cols) < 16 or config.warps not in (4, 8) or config.stages < 1:
+                raise ValueError
+            return Change(which, config)
+        parts: dict[str, Any] = {}
+        for i, word in enumerate(words):
+            if word == "without" and words[i + 1 :]:
+                for letter in words[i + 1 :]:
+                    name, on = _FLAGS[letter]
+                    parts[name] = type(on)(0)
+                break
+            parts[{"w": "warps", "s": "stages"}[word[0]]] = int(word[1:])
+        if parts.get("warps", 4) not in (4, 8) or parts.get("stages", 1) < 1:
+            raise ValueError
+        return Change(which, parts=tuple(parts.items()))
+    except (ValueError, LookupError):
+        raise ValueError(f"{VARIABLE}: wanted {_FORM}, got {text!r}") from None
 
 
 class Chunk(NamedTuple):
@@ -200,7 +278,6 @@ _FLOAT = {
 }
 # Behind every choice, in this order, for a device on which it does not fit: the last fits in 99 KB.
 _SMALLER = ("64x32 w4 s2", "32x32 w4 s2", "32x32 w4 s1", "16x16 w4 s1")
-_PASSES: tuple[Pass, ...] = ("forward", "backward_query", "backward_key")
 
 
 @functools.cache
@@ -210,7 +287,8 @@ def candidates(
     """Return the configuration of a pass, then smaller ones, should a device not have room for it.
 
     A newer architecture takes what the nearest known one before it takes; what ``tune`` has measured
-    goes before all, but for multi-level scores, of which it measures none.
+    goes before that, but for multi-level scores, of which it measures none; and the changes of
+    ``ATTNBIAS_TRITON`` come last.
 
     Args:
         target: what is compiled for.
@@ -220,6 +298,9 @@ def candidates(
         e: value size.
         tile: list tile, 64 or 128.
         has_levels: for a multi-level score.
+
+    Raises:
+        ValueError: if ``ATTNBIAS_TRITON`` is no list of changes, or its tile does not divide the list tile.
     """
     size = 64 if max(d, e) <= 64 else 128 if max(d, e) <= 128 else 256
     arch = max(known for known, *_ in _HALF if known <= target.arch)
@@ -236,6 +317,8 @@ def candidates(
     else:
         by_pass = (_LEVELS_SINCE_3_9 if target.triton >= (3, 9) else _LEVELS).get((arch, size, tile), {})
         first = Config.parse(by_pass.get(which, text))
+    for change in parse_changes(os.environ.get(VARIABLE, "")):
+        first = change.apply(which, first, tile)
     if target.is_interpreted:  # no inline PTX there
         first = first._replace(packed=False, half=False)
     if dtype != torch.bfloat16:  # whose rounding hides the polynomial's

@@ -22,7 +22,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402 - not before it is known to be there
 
 from attnbias.kernels.launch import launch  # noqa: E402
-from attnbias.kernels.launch.tune import choices, tune  # noqa: E402
+from attnbias.kernels.launch.tune import changed, choices, tune  # noqa: E402
 from attnbias.kernels.tiles.backward_key import backward_key_kernel  # noqa: E402
 from attnbias.kernels.tiles.backward_query import backward_query_kernel  # noqa: E402
 from attnbias.kernels.tiles.extras import PLAIN, least_score  # noqa: E402
@@ -149,35 +149,115 @@ def cache(tmp_path, monkeypatch):
         clear()
 
 
+GIVEN = "forward", Target(90, (3, 7)), torch.bfloat16, 64, 64, 128
+
+
+def in_use():
+    which, target, *shape = GIVEN
+    return candidates(target, which, *shape)[0]
+
+
+def measure(run):
+    """Time the configuration that ``in_use`` returns: large tiles of 8 warps do not fit."""
+    config_in_use = run()
+    if config_in_use.rows == 128 and config_in_use.warps == 8:
+        raise launch.OutOfResources(1, 0, "shared memory")
+    return {"64x128 w4 s2 N": 1.0, "128x64 w4 s3": 0.5}.get(str(config_in_use), 2.0)
+
+
 def test_tuning_stores_and_uses_the_fastest(cache):
-    given = "forward", Target(90, (3, 7)), torch.bfloat16, 64, 64, 128
-    which, target, *shape = given
-    times = {"64x64 w4 s2 T N": 1.0, "128x64 w4 s2": 0.5}
-
-    def measure(run):
-        config_in_use = run()
-        if config_in_use.rows == 128 and config_in_use.warps == 8:
-            raise launch.OutOfResources(1, 0, "shared memory")
-        return times.get(str(config_in_use), 2.0)
-
-    best = tune(lambda: candidates(target, which, *shape)[0], *given, measure=measure)
-    assert str(best) == "128x64 w4 s2"
-    assert candidates(target, which, *shape)[0] == best
-    assert candidates(target, "backward_query", *shape)[0] != best
+    _, target, *shape = GIVEN
+    table = in_use()
+    found = tune(in_use, *GIVEN, measure=measure)
+    assert str(found.best) == "128x64 w4 s3" and found.table == table
+    assert found.times[found.best] == 0.5 and any("shared memory" in words for words in found.failed.values())
+    assert in_use() == found.best
+    assert candidates(target, "backward_query", *shape)[0] != found.best
     for clear in (config.tuned.cache_clear, candidates.cache_clear):
         clear()  # as in the next process
-    assert candidates(target, which, *shape)[0] == best
+    assert in_use() == found.best
+    assert tune(in_use, *GIVEN, measure=measure).table == table  # not what an earlier run chose
     cache.write_text("no JSON")
     for clear in (config.tuned.cache_clear, candidates.cache_clear):
         clear()
-    assert candidates(target, which, *shape)[0] != best
+    assert in_use() == table
 
 
-def test_tuned_tiles_divide_the_lists():
-    for tile, arch in itertools.product((64, 128), (80, 90)):
-        found = choices(tile, arch)
-        assert found and all(tile % x.rows == 0 and tile % x.cols == 0 for x in found)
+def test_tuning_passes_over_a_fast_configuration_that_is_wrong(cache):
+    lines = []
+    found = tune(
+        in_use,
+        *GIVEN,
+        measure=measure,
+        check=lambda: "out: error 1" * (in_use().rows == 128),
+        say=lines.append,
+    )
+    assert str(found.best) == "64x128 w4 s2 N"
+    assert found.failed[Config.parse("128x64 w4 s3")] == "out: error 1"
+    assert "forward 128x64 w4 s3: 500.0 us" in lines and "forward 128x64 w4 s3: out: error 1" in lines
+
+
+def test_tuning_without_a_right_configuration_keeps_the_table(cache):
+    table = in_use()
+    with pytest.raises(RuntimeError, match=r"forward bfloat16 D=64 .*: none of 2 configurations ran and was"):
+        tune(in_use, *GIVEN, among=[Config(64, 64, 4, 2)], measure=measure, check=lambda: "out: error 1")
+    assert in_use() == table and not cache.exists()
+
+
+def test_tuned_configurations_can_run():
+    sizes = itertools.product(PASSES, DTYPES, (64, 128, 256), (64, 128), (80, 89, 90, 100, 120))
+    for which, dtype, size, tile, arch in sizes:
+        found = choices(which, Target(arch, (3, 7)), dtype, size, size, tile)
+        assert found[0] == candidates(Target(arch, (3, 7)), which, dtype, size, size, tile)[0]
+        assert 5 < len(found) < 30 and all(tile % x.rows == 0 and tile % x.cols == 0 for x in found)
         assert any(x.tma for x in found) == (arch >= 90)
+        assert any(x.one_buffer for x in found) == (arch == 100)
+        assert any(x.packed for x in found) == (arch == 100 and which == "forward")
+        assert any(x.half for x in found) == (which == "backward_query" and dtype != torch.float32)
+        assert any(x.by_fma for x in found) == (which == "forward" and dtype == torch.bfloat16)
+
+
+def test_environment_changes_configurations():
+    before = in_use()
+    with changed("forward: 128x32 w8 s2 N; all: without N"):
+        assert str(in_use()) == "128x32 w8 s2"
+        with changed("s1 w8 without T"):
+            assert in_use() == before._replace(tma=False, stages=1, warps=8)
+        assert str(in_use()) == "128x32 w8 s2"
+    with changed("backward_key: 16x16 w4 s1"):
+        assert in_use() == before
+    with changed(" ; "):
+        assert in_use() == before
+    assert in_use() == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "forwards: 128x64 w4 s3",
+        "forward:",
+        "forward: 128x64",
+        "128x64 w4 s3 Z",
+        "without",
+        "without Q",
+        "q3",
+        "s0",
+        "w3",
+        "8x64 w4 s1",
+        "forward: 64xa w4 s1",
+    ],
+)
+def test_unreadable_environment_is_one_error(text):
+    words = "ATTNBIAS_TRITON: wanted changes such as 'forward: 128x64 w4 s3;"
+    with pytest.raises(ValueError, match=words) as e, changed(text):
+        pass
+    assert str(e.value).endswith(f"got {text!r}") and "\n" not in str(e.value)
+
+
+def test_tile_of_the_environment_divides_the_lists():
+    words = "ATTNBIAS_TRITON: wanted a tile that divides the lists' 64, got 128x64"
+    with changed("forward: 128x64 w4 s3"), pytest.raises(ValueError, match=words):
+        candidates(Target(90, (3, 7)), "forward", torch.bfloat16, 64, 64, 64)
 
 
 class Picky:
