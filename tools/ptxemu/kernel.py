@@ -65,6 +65,8 @@ class Kernel:
     def __init__(self, ptx: str, name: str | None = None) -> None:
         self.function: Function = parse(ptx, name)
         self.name = self.function.name
+        if self.function.cluster > 1:
+            raise Unsupported(f"{self.name}: wanted clusters of one CTA, got {self.function.cluster}")
         self._code = Decoder(self.function)
         instructions = self.function.instructions
         starts = _block_starts(self.function)
