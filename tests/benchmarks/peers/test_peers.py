@@ -273,7 +273,8 @@ def test_peers_in_half_precision_refuse_float32(monkeypatch, installed):
 
 def test_cudnn_refuses_rows_of_many_ranges(monkeypatch, installed):
     _on_gpu(monkeypatch)
-    case = replace(tokens.neighborhood((6, 6, 6), 1), dtype=torch.bfloat16)
+    start = (8 * torch.arange(9)).expand(96, 9)
+    case = replace(tokens.causal(96), relation=ab.Ranges(start, start + 4), dtype=torch.bfloat16)
     with pytest.raises(CannotRunError, match="takes only 8 ranges of keys a query here, which has 9"):
         PEERS["cuDNN Flex"](case)
     predicate = ab.Where(lambda q, k: k <= q)
