@@ -18,6 +18,7 @@ places             parts of a problem, computed at their places, compared with t
 compiled           modules with attention, compiled or exported, compared with eager ones
 reads              counts what the host reads from tensors
 interpreter        runs a test file again in Triton's interpreter
+fake_cudnn         a stand-in for NVIDIA's ``cudnn.flex_attention``
 gpu_programs       small Triton programs for the emulator
 handwritten_ptx    kernels written in PTX by hand, for the emulator
 benchmarks         points of a sweep, as a run records them
