@@ -19,6 +19,7 @@ compiled           modules with attention, compiled or exported, compared with e
 reads              counts what the host reads from tensors
 interpreter        runs a test file again in Triton's interpreter
 fake_cudnn         a stand-in for NVIDIA's ``cudnn.flex_attention``
+cudnn_programs     compiles what the backend ``cudnn`` would run, as a program of its own
 gpu_programs       small Triton programs for the emulator
 handwritten_ptx    kernels written in PTX by hand, for the emulator
 benchmarks         points of a sweep, as a run records them
