@@ -58,7 +58,7 @@ def compiled(tmp_path_factory):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_plan_forward_and_backward_compile_without_spills(arch, sizes, compiled):
     files, _ = compiled(arch, sizes)
-    for kind in ("classify", "aterialize", "FlexAttentionForward", "FlexAttentionBackward"):
+    for kind in ("classify", "materialize", "fwdforward", "bwdbackward"):
         assert any(kind in name for name in files), (kind, list(files))
     frames = {name: kernel["frame"] for name, made in files.items() for kernel in made.values()}
     most = 8 if (arch, sizes[-1]) == ("sm_100a", 8) else 0  # of one kernel, the backward of masks by head
