@@ -165,13 +165,12 @@ def _backward(
         ]
         given = *inputs, grad_out, *sums
         target = _target(call.query.device)
-        needs_relative = parts.relative is not None
-        if dq is not None or needs_relative or parts.by_pair is not None:
-            parts.relative = tiles_backward_query(
+        grads = parts.by_query(by_query)
+        if dq is not None or grads is not None:
+            tiles_backward_query(
                 *(*given, torch.empty_like(inputs[0]) if dq is None else dq, by_query, target),
                 extras=extras,
-                d_pairs=parts.by_pair,
-                needs_relative=needs_relative,
+                grads=grads,
                 **numbers,
             )
         if (dk is not None or dv is not None or parts.key is not None) and call.key.shape[2]:
