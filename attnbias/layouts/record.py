@@ -15,6 +15,7 @@ from torch.serialization import add_safe_globals
 from typing_extensions import Self
 
 from .header import Fields, Header
+from .streams import Made
 
 if TYPE_CHECKING:
     from ..sets.levels import Levels
@@ -30,9 +31,9 @@ class Kept:
     is_trusted = False  # the lists were made by the builder, or validated: kernels may follow them
     fields: Fields[Tensor] | None = None
     edge_numbers: int | None = None
-
     used_tiles: int | None = None
     made: Made | None = None  # of a layout in a cache
+
     def __init__(self, buffer: Tensor, where: Tensor) -> None:
         self.where = where
         self.address = buffer.data_ptr()
@@ -190,7 +191,6 @@ class Record:
             kept.edge_numbers = int(self.fields.edge_id.max()) + 1 if kept.header.edges else 0
         return kept.edge_numbers
 
-    def to(self, device: torch.device | str) -> Self:
     def listed(self, batch: int, heads: int) -> int:
         """Return the tiles of all lists of a call, those of a group as often as it is used.
 
@@ -208,6 +208,7 @@ class Record:
         used = header.tiles if kept.used_tiles is None else kept.used_tiles
         return used * (batch * heads // max(cells, 1))
 
+    def to(self, device: torch.device | str) -> Self:
         """Return the same layout on another device."""
         moved = type(self)(self.buffer.to(device), self.where)
         if not self.is_trusted:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import as_flag
+from ..layouts.streams import Made, note_making, take
 
 Buckets = Callable[[Tensor, int], Tensor]
 
@@ -104,8 +105,6 @@ def distances(q_len: int, k_len: int, q_start: int, device: torch.device) -> Ten
     return torch.arange(max(q_len + k_len - 1, 0), device=device) + (1 - q_start - q_len)
 
 
-@lru_cache(maxsize=64)
-@torch.inference_mode(False)  # what is kept is used in training, too
 def buckets_of_distances(
     buckets: Buckets, count: int, q_len: int, k_len: int, q_start: int, device: torch.device
 ) -> Tensor:
@@ -116,9 +115,19 @@ def buckets_of_distances(
     Raises:
         ValueError: if a bucket is not in the table.
     """
+    index, made = _buckets_on(device, buckets, count, q_len, k_len, q_start)
+    take(index, made)
+    return index
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what is kept is used in training, too
+def _buckets_on(
+    device: torch.device, buckets: Buckets, count: int, q_len: int, k_len: int, q_start: int
+) -> tuple[Tensor, Made | None]:
     if device.type != "cpu":
-        lengths = (q_len, k_len, q_start)
-        return buckets_of_distances(buckets, count, *lengths, torch.device("cpu")).to(device)
+        index, _ = _buckets_on(torch.device("cpu"), buckets, count, q_len, k_len, q_start)
+        return index.to(device), note_making(device)
     distance = distances(q_len, k_len, q_start, device)
     index = find_buckets(buckets, distance, count)
     if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < count):
@@ -127,4 +136,4 @@ def buckets_of_distances(
         raise ValueError(
             f"terms: RelativeBias.buckets: wanted buckets from 0 to {count - 1}, got {worst} at distance {at}"
         )
-    return index
+    return index, None

@@ -310,7 +310,7 @@ def test_buckets_are_copied_to_a_device_once():
     assert buckets.buckets_of_distances(ab.linear_buckets(2), *lengths, meta) is first
     for other in ((5, 3, 8, 1), (5, 4, 8, 0), (7, 3, 8, 0)):
         assert buckets.buckets_of_distances(ab.linear_buckets(2), *other, meta) is not first
-    assert buckets.buckets_of_distances.cache_info().maxsize == 64
+    assert buckets._buckets_on.cache_info().maxsize == 64
 
 
 def test_lengths_of_zero_have_no_buckets():
