@@ -194,8 +194,8 @@ class Record:
     def listed(self, batch: int, heads: int) -> int:
         """Return the tiles of all lists of a call, those of a group as often as it is used.
 
-        Counted on the host before a layout is moved. One that was made on a GPU has a group for each batch and
-        head, and counts all its room; else the groups are counted once, which waits.
+        Counted on the host before a layout is moved. One that was made on a GPU has a group for each batch
+        and head, and counts all its room; else the groups are counted once, which waits.
         """
         header, kept = self.header, self.kept
         cells = header.batch * header.heads

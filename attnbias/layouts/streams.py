@@ -50,6 +50,6 @@ def is_capturing(device: torch.device) -> bool:
 
 def with_index(device: torch.device) -> torch.device:
     """Return the device, "cuda" as the current one: its tensors say "cuda:0"."""
-    if device.type == "cuda" and device.index is None:
+    if device.type == "cuda" and str(device) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return device

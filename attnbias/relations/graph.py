@@ -239,7 +239,7 @@ class Graph(Listed):
 
     def _check_extremes(self, extremes: Sequence[int], keys: int) -> None:  # the graph knows the keys itself
         for i, (name, count) in enumerate(zip(("source", "target"), self._sizes, strict=True)):
-            wrong = outside(*extremes[2 * i : 2 * i + 2], 0, count)
+            wrong = outside(extremes[2 * i : 2 * i + 2], 0, count)
             if wrong is not None:
                 what = f"size = {self.size}" if self.size is not None else f"num_nodes = {self.num_nodes}"
                 raise ValueError(f"edge_index: {what} but a {name} is {wrong}")

@@ -193,8 +193,9 @@ def new_numbers(order: Tensor) -> Tensor:
     return new
 
 
-def outside(least: int, most: int, low: int, count: int) -> int | None:
+def outside(extremes: Sequence[int], low: int, count: int) -> int | None:
     """Return which of the least and the most of some numbers is outside ``low .. count - 1``, or None."""
+    least, most = extremes
     return least if least < low else most if most >= count else None
 
 

@@ -77,7 +77,7 @@ class Neighbors(Tabled, Listed):
         return torch.stack(self.index.aminmax()) if self.index.numel() else None
 
     def _check_extremes(self, extremes: Sequence[int], keys: int) -> None:
-        wrong = outside(*extremes, -1, keys)
+        wrong = outside(extremes, -1, keys)
         if wrong is not None:
             raise ValueError(f"index: wanted keys from -1 (none) to {keys - 1}, got {wrong}")
 

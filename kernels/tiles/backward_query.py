@@ -217,8 +217,8 @@ def tiles_backward_query(
     arguments = {"lse2": lse2, "delta": delta, "scale": scale, **extras.arguments(scale, softcap)}
     given = lists, {"q": q, "k": k, "v": v, "grad_out": grad_out, "dq": dq}, extras.present(scale, softcap)
     if grads is None:
-        none = {"room": NO_ROOM, "first_line": None}
-        launch(backward_query_kernel, "backward_query", target, *given, **none, **arguments)
+        kernel = backward_query_kernel
+        launch(kernel, "backward_query", target, *given, room=NO_ROOM, first_line=None, **arguments)
         return
     for lines in grads.rounds():
         launch(

@@ -91,7 +91,7 @@ class _Slots(NamedTuple):
     lists: Lists
     first: Tensor  # int64 [lines]: the slot of a line's listed tile t is first + t
     begin: Tensor  # int64 [lines]: the slot of a line's first tile
-    count: int
+    total: int
 
     @classmethod
     def of(cls, lists: Lists, shape: tuple[int, int], lines: slice, count: int) -> _Slots:
@@ -128,7 +128,7 @@ class Diagonals:
         self.before = round_up(q_len, spec.rows)  # distances from -before on
         keys = round_up(k_len, lists.size)  # listed tiles are walked to their ends
         self.of_line = (self.before + keys + self.width) // self.block
-        count = slots.count * (lists.size // spec.cols) * (lists.size // spec.rows)
+        count = slots.total * (lists.size // spec.cols) * (lists.size // spec.rows)
         self.sums = torch.zeros((count, self.width), device=device)
         self.places = torch.zeros(count, dtype=torch.int64, device=device)
         self.blocks = torch.arange(lines, device=device) * self.of_line
@@ -175,7 +175,8 @@ class TermGrads:
         self.relative, self.pair, self.grid, self.codes = relative, pair, grid, codes
         self.whole = shape[2:] if whole is None else whole
         self.lines = slice(0, 0)  # which the kernel computes now
-        self.room, self.slots = NO_ROOM, None
+        self.room = NO_ROOM
+        self.slots: _Slots | None = None
         self.diagonals: Diagonals | None = None
 
     def rounds(self) -> Iterator[int]:
@@ -224,7 +225,7 @@ class TermGrads:
         if self.grid is not None:
             assert slots is not None
             size = self.lists.size
-            self.room = self.room._replace(tiles=self.grid.new_zeros((slots.count, size, size)))
+            self.room = self.room._replace(tiles=self.grid.new_zeros((slots.total, size, size)))
         return {"room": self.room, "first_line": self.lines.start}
 
     def _add_up(self) -> None:
