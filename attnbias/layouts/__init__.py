@@ -12,7 +12,7 @@
 ``fill``        from finished lists to the buffer
 ``outline``     which tiles of data on a device hold pairs; ``outlined`` lists them there, and ``overflow``
                 tells the host when they did not fit
-``cache``       layouts built once
+``cache``       layouts built once; ``streams`` makes them safe for other streams and captured CUDA graphs
 ``validate``    checks of a layout from outside; ``storage`` saves and loads
 ``stats``       counts of work; ``picture`` draws
 ``runs``        ranges of keys read back from tiles, for kernels that take ranges

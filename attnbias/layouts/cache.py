@@ -11,6 +11,7 @@ import torch
 
 from .fill import Form
 from .layout import Layout
+from .streams import note_making, take, with_index
 
 if TYPE_CHECKING:
     from ..relations.relation import Relation
@@ -86,6 +87,7 @@ def cached_layout(
     capacity: int | tuple[int, int] | None = None,
 ) -> Layout:
     """See :meth:`Relation.layout`."""
+    device = with_index(device)
     build = partial(
         Layout.build,
         relation,
@@ -109,11 +111,14 @@ def cached_layout(
         # On the instance, so that they die with it.
         own = relation.__dict__.setdefault("_layouts_", {})
         found = own.get(key)
-    if found is not None:
-        return found
-    layout = build()
-    if own is None:
-        return layout_cache.put(key, layout)
-    while len(own) >= LAYOUTS_KEPT:  # decoding makes one for every step
-        own.pop(next(iter(own)), None)
-    return own.setdefault(key, layout)
+    if found is None:
+        found = build()
+        found.kept.made = note_making(device)
+        if own is None:
+            found = layout_cache.put(key, found)
+        else:
+            while len(own) >= LAYOUTS_KEPT:  # decoding makes one for every step
+                own.pop(next(iter(own)), None)
+            found = own.setdefault(key, found)
+    take(found.buffer, found.kept.made)
+    return found

@@ -1,11 +1,13 @@
 """Layouts of pairs that lie on a GPU, made there.
 
-Builds the layout that ``host.py`` builds, with PyTorch's sorts and searches. The host reads a dozen numbers,
-which sizes and errors depend on, however many pairs there are.
+Builds the layout that ``host.py`` builds, with PyTorch's sorts and searches. The host waits once, for the few
+numbers that sizes and errors depend on. Where tiles may pay it waits some times more, because how many tiles
+and patterns are distinct is known one after the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,29 +65,66 @@ def lay_out(
     pairs: Pairs, q_len: int, k_len: int, *, q_start: int, form: Form, tile: int | None, costs: Costs
 ) -> Record:
     """Choose tile size and form by counted work, then list."""
-    groups, listed = count_groups(pairs.group), _sort(pairs, k_len)
-    if form == "tiles" and bool(listed.is_repeated.any()):
+    groups = count_groups(pairs.group)
+    sizes = [_Sizes(groups, q_len, k_len, size) for size in costs.sizes(tile)]
+    listed, has_repeats, may_pay = _sort(pairs, sizes, costs)
+    if form == "tiles" and has_repeats:
         raise ValueError(DUPLICATES)
+    if form == "edges" or (form == "auto" and not may_pay):
+        return _assemble_edges(pairs.group, q_start, sizes[0], listed)
     tried = []
-    for size in costs.sizes(tile)[: 1 if form == "edges" else None]:
-        sizes = _Sizes(groups, q_len, k_len, size)
-        tiles = _tile(listed, sizes)
-        kept, work = _weigh(listed, sizes, tiles, form, costs)
-        tried.append((work, sizes, tiles, kept))
-    least = int(torch.stack([work for work, *_ in tried]).argmin())
-    _, sizes, tiles, kept = tried[least]
-    return _assemble(pairs.group, q_start, sizes, listed, tiles.keep(kept[tiles.row]))
+    for size in sizes:
+        tiles = _tile(listed, size)
+        kept, work = _weigh(listed, size, tiles, form, costs)
+        tried.append((work, size, tiles, kept))
+    least = int(torch.stack([work for work, *_ in tried]).argmin()) if len(tried) > 1 else 0
+    _, chosen, tiles, kept = tried[least]
+    return _assemble(pairs.group, q_start, chosen, listed, tiles.keep(kept[tiles.row]))
 
 
-def _sort(pairs: Pairs, k_len: int) -> _List:
-    code = pairs.row * k_len + pairs.key
-    number = torch.arange(len(code), device=code.device) if pairs.number is None else pairs.number
-    if bool((code.diff() < 0).any()):
-        code, place = torch.sort(code, stable=True)
-        number = number[place]
+def _sort(pairs: Pairs, sizes: Sequence[_Sizes], costs: Costs) -> tuple[_List, bool, bool]:
+    """Return the pairs that are there, sorted, whether some are repeated, and whether a tile may pay.
+
+    The host reads once, all that it needs of most graphs: in those no tile row has so many pairs that even a
+    single tile could be less work.
+
+    Raises:
+        ValueError: if a pair is among no queries and keys.
+    """
+    groups, q_len, k_len, _ = sizes[0]
+    code, stop = pairs.row * k_len + pairs.key, groups * q_len * k_len
+    if pairs.is_there is not None:
+        code = torch.where(pairs.is_there, code, stop)
+    code, place = torch.sort(code, stable=True)
     is_repeated = torch.zeros_like(code, dtype=torch.bool)
-    is_repeated[1:] = code.diff() == 0
-    return _List(code // max(k_len, 1), code % max(k_len, 1), number, is_repeated)
+    is_repeated[1:] = (code.diff() == 0) & (code[1:] < stop)
+    pays = [
+        (_count_pairs(code, size) * costs.edge >= _areas(size, code.device) * costs.tile[size.tile]).any()
+        for size in sizes
+    ]
+    facts = torch.stack(((code < stop).sum(), is_repeated.any(), *pays))
+    extremes = facts[:0] if pairs.extremes is None else pairs.extremes
+    count, has_repeats, *rest = torch.cat((facts, extremes)).tolist()
+    if pairs.check is not None:
+        pairs.check(rest[len(sizes) :])
+    code, place = code[:count], place[:count]
+    number = place if pairs.number is None else pairs.number[place]
+    listed = _List(code // max(k_len, 1), code % max(k_len, 1), number, is_repeated[:count])
+    return listed, bool(has_repeats), any(rest[: len(sizes)])
+
+
+def _count_pairs(code: Tensor, sizes: _Sizes) -> Tensor:
+    """Count the pairs in each tile row, from the sorted ``row * k_len + key``."""
+    first = torch.arange(sizes.q_tiles, device=code.device) * (sizes.tile * sizes.k_len)
+    of_group = sizes.q_len * sizes.k_len
+    begin = torch.arange(sizes.groups, device=code.device)[:, None] * of_group + first
+    end = torch.nn.functional.pad(begin.flatten(), (0, 1), value=sizes.groups * of_group)
+    return torch.searchsorted(code, end).diff()
+
+
+def _areas(sizes: _Sizes, device: torch.device) -> Tensor:
+    """Return the pairs in a tile of each tile row."""
+    return _heights(sizes, device) * min(sizes.tile, sizes.k_len)
 
 
 def _places(which: Tensor) -> Tensor:
@@ -128,13 +167,13 @@ def _tile(listed: _List, sizes: _Sizes) -> _Tiles:
 
 def _weigh(listed: _List, sizes: _Sizes, tiles: _Tiles, form: Form, costs: Costs) -> tuple[Tensor, Tensor]:
     """Return which tile rows [groups * q_tiles] are less work as tiles than as edges, and the work of all."""
-    height, tile_row = _heights(sizes, tiles.row.device), _tile_rows(listed, sizes)
-    rows = len(height)
-    as_tiles = _pointer(tiles.row, rows).diff() * height * min(sizes.tile, sizes.k_len)
+    area, tile_row = _areas(sizes, tiles.row.device), _tile_rows(listed, sizes)
+    rows = len(area)
+    as_tiles = _pointer(tiles.row, rows).diff() * area
     as_tiles = as_tiles.double() * costs.tile[sizes.tile]
     ptr = _pointer(tile_row, rows)
     as_edges = ptr.diff().double() * costs.edge
-    kept = as_tiles <= as_edges if form == "auto" else torch.full_like(height, form == "tiles").bool()
+    kept = as_tiles <= as_edges if form == "auto" else torch.full_like(area, form == "tiles").bool()
     repeated = torch.nn.functional.pad(listed.is_repeated.cumsum(0), (1, 0))  # before each pair
     kept = kept & (repeated[ptr].diff() == 0)  # a bit holds a pair once
     return kept, torch.where(kept, as_tiles, as_edges).sum()
@@ -154,12 +193,31 @@ def _assemble(group: Ints, q_start: int, sizes: _Sizes, listed: _List, tiles: _T
     count = {"tiles": len(tiles.row), "patterns_count": len(patterns[0]), "edges": len(edges.row)}
     return fill(
         Header.of(q_len, k_len, q_start, group, groups, tile, **count),
-        group,
+        _groups(group, listed.row.device),
         _side(groups * sizes.q_tiles, tiles.row, tiles.col, by_query, mark),
         _side(groups * sizes.k_tiles, g * sizes.k_tiles + tiles.col, query_tile, by_key, mark),
         (patterns[0], patterns[1]),
         _turn(edges, sizes) if len(edges.row) else None,
     )
+
+
+def _assemble_edges(group: Ints, q_start: int, sizes: _Sizes, listed: _List) -> Record:
+    """Make a layout of edges only; its size is known, so that nothing is read."""
+    groups, q_len, k_len, tile = sizes
+    counts = {"tiles": 0, "patterns_count": 0, "edges": len(listed.row)}
+    none = listed.row.new_zeros(0)
+    by_query, by_key = (
+        Side(none, none, none, torch.arange(groups * tiles, device=none.device))
+        for tiles in (sizes.q_tiles, sizes.k_tiles)
+    )
+    header = Header.of(q_len, k_len, q_start, group, groups, tile, **counts)
+    edges = _turn(listed, sizes) if len(listed.row) else None
+    return fill(header, _groups(group, none.device), by_query, by_key, (none, none), edges)
+
+
+def _groups(group: Ints, device: torch.device) -> Tensor:
+    """Return the map [batch, heads] of groups, one for each, without a copy to wait for."""
+    return torch.arange(group.size, device=device).view(group.shape)
 
 
 def _patterns(listed: _List, sizes: _Sizes, tiles: _Tiles, has_one: Tensor) -> tuple[Tensor, Tensor, Tensor]:

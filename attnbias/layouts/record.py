@@ -15,6 +15,7 @@ from torch.serialization import add_safe_globals
 from typing_extensions import Self
 
 from .header import Fields, Header
+from .streams import Made
 
 if TYPE_CHECKING:
     from ..sets.levels import Levels
@@ -30,6 +31,8 @@ class Kept:
     is_trusted = False  # the lists were made by the builder, or validated: kernels may follow them
     fields: Fields[Tensor] | None = None
     edge_numbers: int | None = None
+    used_tiles: int | None = None
+    made: Made | None = None  # of a layout in a cache
 
     def __init__(self, buffer: Tensor, where: Tensor) -> None:
         self.where = where
@@ -188,7 +191,28 @@ class Record:
             kept.edge_numbers = int(self.fields.edge_id.max()) + 1 if kept.header.edges else 0
         return kept.edge_numbers
 
+    def listed(self, batch: int, heads: int) -> int:
+        """Return the tiles of all lists of a call, those of a group as often as it is used.
+
+        Counted on the host before a layout is moved. One that was made on a GPU has a group for each batch
+        and head, and counts all its room; else the groups are counted once, which waits.
+        """
+        header, kept = self.header, self.kept
+        cells = header.batch * header.heads
+        if header.groups == 1:
+            return batch * heads * header.tiles
+        if kept.used_tiles is None and (header.groups != cells or self.device.type == "cpu"):
+            ptr = self.fields.q_ptr.reshape(header.groups, -1)
+            counts = ptr[:, -1] - ptr[:, 0] if ptr.shape[1] else torch.zeros(header.groups)
+            kept.used_tiles = int(counts[self.fields.group.long()].sum())
+        used = header.tiles if kept.used_tiles is None else kept.used_tiles
+        return used * (batch * heads // max(cells, 1))
+
     def to(self, device: torch.device | str) -> Self:
         """Return the same layout on another device."""
         moved = type(self)(self.buffer.to(device), self.where)
-        return moved.trust() if self.is_trusted else moved
+        if not self.is_trusted:
+            return moved
+        self.listed(self.batch, self.heads)  # found where nothing waits, while it is on the host
+        moved.kept.used_tiles = self.kept.used_tiles
+        return moved.trust()

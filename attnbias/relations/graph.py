@@ -15,7 +15,7 @@ from ..sets.intervals import make_groups
 from ..sets.pairs import Pairs
 from .algebra import Permuted
 from .graph_inputs import read_adjacency, read_edges
-from .listing import Listed, new_numbers, worst
+from .listing import Listed, new_numbers, outside
 from .relation import Relation
 
 if TYPE_CHECKING:
@@ -232,9 +232,14 @@ class Graph(Listed):
         sources, targets = self._sizes
         return targets, sources
 
-    def _check_numbers(self, keys: int = 0) -> None:  # which the graph knows itself
-        for name, index, count in zip(("source", "target"), self.edge_index, self._sizes, strict=True):
-            wrong = worst(index, 0, count)
+    def _extremes(self) -> Tensor | None:
+        if not self.edge_index.numel():
+            return None
+        return torch.stack(self.edge_index.aminmax(dim=1), 1).flatten()
+
+    def _check_extremes(self, extremes: Sequence[int], keys: int) -> None:  # the graph knows the keys itself
+        for i, (name, count) in enumerate(zip(("source", "target"), self._sizes, strict=True)):
+            wrong = outside(extremes[2 * i : 2 * i + 2], 0, count)
             if wrong is not None:
                 what = f"size = {self.size}" if self.size is not None else f"num_nodes = {self.num_nodes}"
                 raise ValueError(f"edge_index: {what} but a {name} is {wrong}")
@@ -246,13 +251,12 @@ class Graph(Listed):
     def _targets(self) -> Tensor:
         return self.edge_index[1]
 
-    def _list(self, at: Place) -> Pairs:
-        (source, target), number = self.edge_index, None
+    def _offer(self, at: Place) -> Pairs:
+        (source, target), inside = self.edge_index, None
         if (at.q_start, at.q_len) != (0, self._sizes[1]):
             inside = (target >= at.q_start) & (target < at.q_start + at.q_len)
-            number = inside.nonzero().squeeze(1)
-            source, target = source[number], target[number] - at.q_start
-        return Pairs(make_groups(), target, source, number)
+            target = target - at.q_start
+        return Pairs(make_groups(), target, source, None, inside)
 
     @property
     def T(self) -> Relation:

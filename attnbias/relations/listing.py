@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -52,17 +54,36 @@ class Listed(Relation):
         """Count the caller's numbers for edges, one for each place in the list."""
         raise NotImplementedError
 
+    def _offer(self, at: Place) -> Pairs:
+        """Return the pairs at a place, in the caller's order, some of them perhaps not there."""
+        raise NotImplementedError
+
     def _list(self, at: Place) -> Pairs:
         """Return the pairs at a place, in the caller's order."""
-        raise NotImplementedError
+        offered = self._offer(at)
+        if offered.is_there is None:
+            return offered
+        place = offered.is_there.nonzero().squeeze(1)
+        number = place if offered.number is None else offered.number[place]
+        return Pairs(offered.group, offered.row[place], offered.key[place], number)
 
     def _targets(self) -> Tensor:
         """Return the query of each of the caller's numbers."""
         raise NotImplementedError
 
-    def _check_numbers(self, keys: int) -> None:
+    def _extremes(self) -> Tensor | None:
+        """Return the numbers that ``_check_extremes`` needs, on the device; None without pairs."""
+        raise NotImplementedError
+
+    def _check_extremes(self, extremes: Sequence[int], keys: int) -> None:
         """Raise ValueError unless every pair is among the queries and this many keys."""
         raise NotImplementedError
+
+    def _check_numbers(self, keys: int = 0) -> None:
+        """Raise ValueError unless every pair is among the queries and this many keys; reads the extremes."""
+        extremes = self._extremes()
+        if extremes is not None:
+            self._check_extremes(extremes.tolist(), keys)
 
     def _nodes(self) -> int:
         """Return how many nodes there are; raise ValueError unless each is both a query and a key."""
@@ -78,20 +99,23 @@ class Listed(Relation):
         if torch.device(self._device).type == "cpu":
             return None
         self.check(q_len, k_len, q_start, batch, heads)
-        self._check_numbers(k_len)
-        return self._list(Place(q_len, k_len, q_start))
+        offered, extremes = self._offer(Place(q_len, k_len, q_start)), self._extremes()
+        if extremes is None:
+            return offered
+        # Read where the host reads the rest.
+        return offered._replace(extremes=extremes, check=partial(self._check_extremes, keys=k_len))
 
     def _bind(self, at: Place) -> Bound:
         if self.lengths[1] is not None or not at.is_moved:
             self._check_numbers(at.k_len)
-        group, row, key, number = self._list(at)
+        group, row, key, number, *_ = self._list(at)
         numbers = None if number is None else number.cpu().numpy()
         return at.bind_pairs(row.cpu().numpy(), key.cpu().numpy(), group, numbers)
 
     def _edges(self) -> Listing:
         """Return all edges."""
         batch, heads, queries = self._shape
-        _, row, key, number = self._list(Place(queries, 0))
+        _, row, key, number, *_ = self._list(Place(queries, 0))
         if number is None:
             number = torch.arange(len(row), device=row.device)
         group, q = row // max(queries, 1), row % max(queries, 1)
@@ -101,7 +125,7 @@ class Listed(Relation):
     @kept
     def _codes(self) -> tuple[Tensor, int]:
         """The sorted codes ``row * keys + key`` of all pairs, and the number of keys."""
-        _, row, key, _ = self._list(Place(self._shape[2], 0))
+        _, row, key, *_ = self._list(Place(self._shape[2], 0))
         keys = max(self._least_keys, 1)
         return (row * keys + key).sort().values, keys
 
@@ -169,11 +193,9 @@ def new_numbers(order: Tensor) -> Tensor:
     return new
 
 
-def worst(index: Tensor, low: int, count: int) -> int | None:
-    """Return a number of ``index`` outside ``low .. count - 1``, or None."""
-    if not index.numel():
-        return None
-    least, most = torch.stack(index.aminmax()).tolist()
+def outside(extremes: Sequence[int], low: int, count: int) -> int | None:
+    """Return which of the least and the most of some numbers is outside ``low .. count - 1``, or None."""
+    least, most = extremes
     return least if least < low else most if most >= count else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from ..sets.bound import Place
 from ..sets.intervals import make_groups
 from ..sets.pairs import Pairs
 from .graph import Graph
-from .listing import Listed, new_numbers, worst
+from .listing import Listed, new_numbers, outside
 from .orders import as_points
 from .tables import Tabled
 
@@ -58,16 +59,25 @@ class Neighbors(Tabled, Listed):
         queries = torch.arange(self.index.shape[-2], device=self.index.device)
         return queries[:, None].expand(self.index.shape).reshape(-1)
 
-    def _list(self, at: Place) -> Pairs:
+    def _offer(self, at: Place) -> Pairs:
         batch, heads, queries, n = self._table.shape
         table = self._table[:, :, at.q_start : at.q_start + at.q_len]
-        b, h, q, place = torch.nonzero(table >= 0, as_tuple=True)
-        group, key = b * heads + h, table[b, h, q, place]
-        number = (group * queries + q + at.q_start) * n + place
-        return Pairs(make_groups(batch, heads), group * at.q_len + q, key, number)
+        key, lists, number = table.reshape(-1), table.shape[2], None
+        row = torch.arange(batch * heads * lists, device=key.device)
+        if lists != at.q_len:  # rows past the end of the table have no keys
+            row = row // max(lists, 1) * at.q_len + row % max(lists, 1)
+        if lists != queries:
+            first = torch.arange(batch * heads, device=key.device)[:, None] * queries + at.q_start
+            places = torch.arange(lists * n, device=key.device)
+            number = (first * n + places).reshape(-1)
+        row = row[:, None].expand(-1, n).reshape(-1)
+        return Pairs(make_groups(batch, heads), row, key, number, key >= 0)
 
-    def _check_numbers(self, keys: int) -> None:
-        wrong = worst(self.index, -1, keys)
+    def _extremes(self) -> Tensor | None:
+        return torch.stack(self.index.aminmax()) if self.index.numel() else None
+
+    def _check_extremes(self, extremes: Sequence[int], keys: int) -> None:
+        wrong = outside(extremes, -1, keys)
         if wrong is not None:
             raise ValueError(f"index: wanted keys from -1 (none) to {keys - 1}, got {wrong}")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..arguments import as_flag
+from ..layouts.streams import Made, note_making, take
 
 Buckets = Callable[[Tensor, int], Tensor]
 
@@ -96,3 +98,42 @@ def find_buckets(buckets: Buckets, distance: Tensor, count: int) -> Tensor:
     if index.shape != distance.shape:
         raise ValueError(f"{where} of its argument's shape {[*distance.shape]}, got {[*index.shape]}")
     return index.long()
+
+
+def distances(q_len: int, k_len: int, q_start: int, device: torch.device) -> Tensor:
+    """Return key position minus query position, for each distance that occurs, [Q + K - 1]."""
+    return torch.arange(max(q_len + k_len - 1, 0), device=device) + (1 - q_start - q_len)
+
+
+def buckets_of_distances(
+    buckets: Buckets, count: int, q_len: int, k_len: int, q_start: int, device: torch.device
+) -> Tensor:
+    """Return the bucket of each distance, kept on the device: a later call of equal lengths copies nothing.
+
+    They are found on the host, so that a wrong function is found without waiting for a GPU.
+
+    Raises:
+        ValueError: if a bucket is not in the table.
+    """
+    index, made = _buckets_on(device, buckets, count, q_len, k_len, q_start)
+    take(index, made)
+    return index
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what is kept is used in training, too
+def _buckets_on(
+    device: torch.device, buckets: Buckets, count: int, q_len: int, k_len: int, q_start: int
+) -> tuple[Tensor, Made | None]:
+    if device.type != "cpu":
+        index, _ = _buckets_on(torch.device("cpu"), buckets, count, q_len, k_len, q_start)
+        return index.to(device), note_making(device)
+    distance = distances(q_len, k_len, q_start, device)
+    index = find_buckets(buckets, distance, count)
+    if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < count):
+        worst = int(index.min()) if int(index.min()) < 0 else int(index.max())
+        at = int(distance[index == worst][0])
+        raise ValueError(
+            f"terms: RelativeBias.buckets: wanted buckets from 0 to {count - 1}, got {worst} at distance {at}"
+        )
+    return index, None

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from .buckets import Buckets, find_buckets
+from .buckets import Buckets, buckets_of_distances, distances, find_buckets
 
 PARTS = ("relative", "key", "pair", "grid", "edge")
 
@@ -213,7 +212,7 @@ class RelativeBias(KernelTerm):
         if torch.compiler.is_compiling():  # lengths may be symbols
             return find_buckets(self.buckets, _distances(sizes), count)
         lengths = (sizes.q_len, sizes.k_len, sizes.q_start)
-        return _bucket_of_distance(self.buckets, count, *lengths).to(sizes.device, non_blocking=True)
+        return buckets_of_distances(self.buckets, count, *lengths, sizes.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -392,28 +391,7 @@ def _take(x: Tensor, *index: Tensor | slice) -> Tensor:
 
 def _distances(sizes: Sizes) -> Tensor:
     """Return key position minus query position, for each place of the part ``relative``."""
-    first = 1 - sizes.q_start - sizes.q_len
-    count = max(sizes.q_len + sizes.k_len - 1, 0)
-    return torch.arange(count, device=sizes.device) + first
-
-
-@lru_cache(maxsize=64)
-@torch.inference_mode(False)  # what is kept is used in training, too
-def _bucket_of_distance(buckets: Buckets, count: int, q_len: int, k_len: int, q_start: int) -> Tensor:
-    """Return the bucket of each distance, on the host: a wrong function is found without waiting for a GPU.
-
-    Raises:
-        ValueError: if a bucket is not in the table.
-    """
-    distances = _distances(Sizes(1, 1, q_len, k_len, q_start, torch.device("cpu"), torch.float32))
-    index = find_buckets(buckets, distances, count)
-    if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < count):
-        worst = int(index.min()) if int(index.min()) < 0 else int(index.max())
-        at = int(distances[index == worst][0])
-        raise ValueError(
-            f"terms: RelativeBias.buckets: wanted buckets from 0 to {count - 1}, got {worst} at distance {at}"
-        )
-    return index
+    return distances(sizes.q_len, sizes.k_len, sizes.q_start, sizes.device)
 
 
 def why_not_parts(terms: Sequence[Term]) -> list[str]:

@@ -31,6 +31,7 @@ def launch(
     tensors: Mapping[str, Tensor],
     present: Present,
     by_spec: Callable[[Spec], dict[str, Any]] | None = None,
+    lines: int | None = None,
     **arguments: Any,
 ) -> None:
     """Run a kernel in the first of its configurations that the device has room for.
@@ -45,6 +46,7 @@ def launch(
         tensors: those that a kernel takes with their strides, q, k and the walked ones among them.
         present: what the call has.
         by_spec: gives arguments that depend on the configuration.
+        lines: run for so many heads of batches; None: for all.
         arguments: the others, by name.
     """
     (batch, q_heads, q_len, _), (_, k_heads, k_len, _) = tensors["q"].shape, tensors["k"].shape
@@ -65,7 +67,8 @@ def launch(
         spec = _spec(config, which, target, sizes, strides, is_wide, tma, precision(first.dtype), present)
         if by_spec is not None:
             arguments |= by_spec(spec)
-        programs = batch * heads * lists.ptr.shape[1] * (lists.size // own)
+        of_lines = batch * heads if lines is None else lines
+        programs = of_lines * lists.ptr.shape[1] * (lists.size // own)
         try:
             kernel[programs,](
                 **strided,

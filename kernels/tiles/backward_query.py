@@ -7,20 +7,19 @@ dS = P * (dP - delta), dq = scale * dS k, dk = scale * dS^T q, dv = (Z * P)^T do
 # Triton gives kernels their types, from the arguments of a launch.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch.config import Spec, Target
+from ..launch.config import Target
 from ..launch.launch import launch
 from ..records import Lists
 from .chunks import add_products, fetch, load_own, own_prefix, score, store_sums, sums_prefix, zero_sums
 from .extras import PLAIN, Extras
 from .levels import add_mixed, divide_by_depths, score_mixed
 from .row_sums import PADDING
-from .terms import Diagonals, Dropout, add_terms, inside, keep_tile, store_diagonals, store_pairs
+from .term_grads import NO_ROOM, TermGrads, store_diagonals, store_pairs, store_tile
+from .terms import Dropout, add_terms, inside, keep_tile
 from .tile import LOG2E, head_of, load_values, mask, mask_half
 from .walk import (
     NUMBERS,
@@ -41,16 +40,8 @@ from .walk import (
 )
 
 
-class TermGrads(NamedTuple):
-    """Destinations of the gradients of score terms; None where none are wanted."""
-
-    pairs: Any  # float32 [lines, Q, K]
-    slots: Any  # terms.Slots
-    line: Any  # batch and head
-
-
 @triton.jit
-def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, d_terms, LOOP: tl.constexpr, SPEC: tl.constexpr):
+def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, room, line, LOOP: tl.constexpr, SPEC: tl.constexpr):
     """Add a stretch of key tiles to dq of a query tile."""
     PARTIAL: tl.constexpr = SPEC.loops[LOOP].is_partial
     MIXED: tl.constexpr = PARTIAL and SPEC.has.levels > 0
@@ -94,15 +85,17 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, d_terms, LOOP: tl.conste
             ds = p * (dp * stretch.depth_factor - (delta * stretch.depth_factor)[:, None])
         else:
             ds = p * (dp - delta[:, None])
-        if d_terms.pairs is not None:
+        if room.pairs is not None:
             row, col = (own.first + own.rows)[:, None], (j * COLS + cols)[None, :]
-            store_pairs(ds, d_terms.pairs, d_terms.line, row, col, own.length, keys.length)
-        if d_terms.slots is not None:
+            store_pairs(ds, room.pairs, line, row, col, own.length, keys.length)
+        if room.tiles is not None:
+            store_tile(ds, room, line, t, own.first // SPEC.rows, SPEC)
+        if room.sums is not None:
             i, col_tile, q_len = own.first // SPEC.rows, j, own.length
             if keys.positions is not None:
                 i = (own.first + own.start - walk.whole.start) // SPEC.rows
                 col_tile, q_len = (j * COLS + start) // COLS, walk.whole.rows
-            store_diagonals(ds, d_terms.slots, d_terms.line, t, i, col_tile, q_len, SPEC)
+            store_diagonals(ds, room, line, t, i, col_tile, q_len, SPEC)
         if SPEC.has.softcap:
             ds = ds * (1.0 - s * s)
         if SPEC.has.per_pair and PARTIAL:
@@ -121,7 +114,7 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, d_terms, LOOP: tl.conste
     return dq
 
 
-@triton.jit(do_not_specialize=[*NUMBERS, "heads_per_key"])
+@triton.jit(do_not_specialize=[*NUMBERS, "heads_per_key", "first_line"])
 def backward_query_kernel(
     d_tiles,  # descriptors come first: on sm_100 that saves instructions in the loops
     e_tiles,
@@ -132,8 +125,8 @@ def backward_query_kernel(
     dq,
     lse2,
     delta,
-    d_pairs,
-    slots,
+    room,
+    first_line,
     lists,
     group_b,
     group_h,
@@ -162,6 +155,9 @@ def backward_query_kernel(
     """Write dq = scale * dS k. A program has one query tile of one head."""
     ROWS: tl.constexpr = SPEC.rows
     listed, i, h, b = place(lists, list_tiles, is_ordered, heads, ROWS, SPEC)
+    line = b * heads + h  # of those that have room
+    if first_line is not None:
+        h, b = (line + first_line) % heads, (line + first_line) // heads
     exists = i * ROWS < q_len
     bounds = find_bounds(lists, b, h, group_b, group_h, listed, list_tiles, exists, SPEC)
     kh = h // heads_per_key
@@ -186,13 +182,12 @@ def backward_query_kernel(
     grad = load_values(same_rows(grad_out, b, h, own), True, SPEC)
     at = (b * heads + h).to(tl.int64) * (tl.cdiv(q_len, PADDING) * PADDING) + i * ROWS + rows
     own_lse2, own_delta = tl.load(lse2 + at), tl.load(delta + at)
-    d_terms = TermGrads(d_pairs, slots, b * heads + h)
     sums = zero_sums(ROWS, SPEC)
     for LOOP in tl.static_range(len(SPEC.loops)):
         for depth in tl.range(SPEC.loops[LOOP].first, SPEC.loops[LOOP].stop):
             stretch = find_stretch(bounds, exists, depth, table, c, inner, LOOP, SPEC)
             x = own_prefix(queries, own, stretch.prefix, LOOP, SPEC)
-            sums = _walk_keys(sums, x, grad, own_lse2, own_delta, walk, stretch, d_terms, LOOP, SPEC)
+            sums = _walk_keys(sums, x, grad, own_lse2, own_delta, walk, stretch, room, line, LOOP, SPEC)
             # Depths go up: what is after a prefix was zero.
             sums = sums_prefix(sums, zero_sums(ROWS, SPEC), stretch.prefix, LOOP, SPEC)
     store_sums(same_rows(dq, b, h, own), sums, scale, SPEC)
@@ -212,38 +207,23 @@ def tiles_backward_query(
     scale: float,
     softcap: float = 0.0,
     extras: Extras = PLAIN,
-    d_pairs: Tensor | None = None,
-    needs_relative: bool = False,
-) -> Tensor | None:
+    grads: TermGrads | None = None,
+) -> None:
     """Write dq [B, H, Q, D] of the pairs in a layout's tiles, which are given by query.
 
-    ``delta`` and ``lse2`` come from ``row_sums``; the rest is as in ``tiles_forward``.
-    The gradients of the terms of all pairs go to ``d_pairs``, float32 [B, H, Q, K], zeros before, if given.
-
-    Returns:
-        The gradient of the part ``relative``, float32 [B, H, Q + K - 1] (of the whole), if needed.
+    ``delta`` and ``lse2`` come from ``row_sums``; the rest is as in ``tiles_forward``. The gradients of score
+    terms are added to those in ``grads``.
     """
-    (B, H, Q, _), K = q.shape, k.shape[2]
-    if extras.places.q_len is not None and extras.places.k_len is not None:
-        Q, K = extras.places.q_len, extras.places.k_len
-    diagonals: list[Diagonals] = []
-
-    def make_slots(spec: Spec) -> dict[str, Any]:
-        diagonals[:] = [Diagonals(lists, spec, B, H, Q, K)] if needs_relative else []
-        return {"slots": diagonals[0].slots if diagonals else None}
-
-    launch(
-        backward_query_kernel,
-        "backward_query",
-        target,
-        lists,
-        {"q": q, "k": k, "v": v, "grad_out": grad_out, "dq": dq},
-        extras.present(scale, softcap),
-        by_spec=make_slots,
-        lse2=lse2,
-        delta=delta,
-        d_pairs=d_pairs,
-        scale=scale,
-        **extras.arguments(scale, softcap),
-    )
-    return diagonals[0].add_up() if diagonals else None
+    arguments = {"lse2": lse2, "delta": delta, "scale": scale, **extras.arguments(scale, softcap)}
+    given = lists, {"q": q, "k": k, "v": v, "grad_out": grad_out, "dq": dq}, extras.present(scale, softcap)
+    if grads is None:
+        kernel = backward_query_kernel
+        launch(kernel, "backward_query", target, *given, room=NO_ROOM, first_line=None, **arguments)
+        return
+    for lines in grads.rounds():
+        launch(
+            *(backward_query_kernel, "backward_query", target, *given),
+            by_spec=grads.make_room,
+            lines=lines,
+            **arguments,
+        )

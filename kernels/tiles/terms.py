@@ -10,13 +10,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch.config import Spec
-from ..records import NO_PLACES, Lists, Places, Strided, round_up
+from ..records import NO_PLACES, Places, Strided
 from .tile import head_of
 
 
@@ -93,36 +91,6 @@ def inside(first, rows, length):
 
 
 @triton.jit
-def store_pairs(ds, d_pairs, line, row, col, q_len, k_len):
-    """Store the gradients of a tile's scores in [lines, q_len, k_len]."""
-    at = (line.to(tl.int64) * q_len + row) * k_len + col
-    tl.store(d_pairs + at, ds, mask=(row < q_len) & (col < k_len))
-
-
-@triton.jit
-def store_diagonals(ds, slots, line, t, i, j, q_len, SPEC: tl.constexpr):
-    """Store the sums of a tile's diagonals, and where they belong, in a slot of the tile's own.
-
-    Row r is rotated left by r columns: column c then holds distance c, less COLS for each time that the row
-    went around.
-    """
-    ROWS: tl.constexpr = SPEC.rows
-    COLS: tl.constexpr = SPEC.cols
-    STEPS: tl.constexpr = SPEC.tile // ROWS
-    AROUND: tl.constexpr = ROWS // COLS if ROWS > COLS else 1
-    BLOCK: tl.constexpr = ROWS if ROWS < COLS else COLS
-    cols = tl.arange(0, COLS)
-    source = tl.arange(0, ROWS)[:, None] + cols[None, :]
-    shifted = tl.gather(ds, source % COLS, 1)
-    slot = (tl.load(slots.first + line) * (SPEC.tile // COLS) + t) * STEPS + i % STEPS
-    for n in tl.static_range(AROUND + 1):
-        diagonal = tl.sum(tl.where(source // COLS == n, shifted, 0.0), 0)
-        tl.store(slots.sums + (slot * (AROUND + 1) + (AROUND - n)) * COLS + cols, diagonal)
-    block = (j * COLS - i * ROWS + tl.cdiv(q_len, ROWS) * ROWS) // BLOCK
-    tl.store(slots.places + slot, line.to(tl.int64) * slots.blocks + block)
-
-
-@triton.jit
 def keep_tile(drop, b, h, rows, start, first, COLS: tl.constexpr):
     """Say which pairs of rows [R] and the COLS keys from ``first`` on survive dropout: bool [R, COLS].
 
@@ -186,48 +154,3 @@ class Dropout(NamedTuple):
 
 
 NO_DROPOUT = Dropout()
-
-
-class Slots(NamedTuple):
-    """A slot for the diagonal sums of each listed tile."""
-
-    sums: Tensor  # float32 [slots, width]
-    places: Tensor  # int64 [slots]: the block of distances where a slot's sums begin
-    first: Tensor  # int64 [B * H]: slot of a head's first tile
-    blocks: int  # of one head
-
-
-class Diagonals:
-    """Slots for the diagonal sums of every listed tile, which are added up in one order afterwards."""
-
-    def __init__(self, lists: Lists, spec: Spec, batch: int, heads: int, q_len: int, k_len: int) -> None:
-        self.shape = batch, heads, q_len, k_len
-        self.block = min(spec.rows, spec.cols)  # tiles start at multiples of it
-        self.cols = spec.cols
-        self.width = (max(spec.rows // spec.cols, 1) + 1) * spec.cols  # of a slot
-        self.before = round_up(q_len, spec.rows)  # distances from -before on
-        keys = round_up(k_len, lists.size)  # listed tiles are walked to their ends
-        self.blocks = (self.before + keys + self.width) // self.block  # of one head
-        device, starts = lists.ptr.device, lists.ptr[:, 0, 0].long()  # [G]
-        group = lists.group.expand(batch, heads).reshape(-1).long()
-        count = (lists.ptr[:, -1, -1].long() - starts)[group]
-        first = count.cumsum(0) - count - starts[group]  # [B * H]
-        one = lists.ptr.shape[0] == 1
-        # Several groups differ in their numbers of tiles: this waits for the device.
-        total = batch * heads * (lists.tile.shape[0] - 1) if one else int(count.sum())
-        slots = total * (lists.size // spec.cols) * (lists.size // spec.rows)
-        sums = torch.zeros((slots, self.width), device=device)
-        self.slots = Slots(sums, torch.zeros(slots, dtype=torch.int64, device=device), first, self.blocks)
-
-    def add_up(self) -> Tensor:
-        """Return the gradient of the part ``relative``, [B, H, Q + K - 1]."""
-        batch, heads, q_len, k_len = self.shape
-        sums, places = self.slots.sums, self.slots.places
-        total = sums.new_zeros((batch * heads * self.blocks, self.block))
-        step = torch.arange(self.width // self.block, device=total.device)
-        index = (places[:, None] + step).reshape(-1)
-        # Sorted by torch before it adds on a GPU: one order.
-        total.index_put_((index,), sums.view(-1, self.block), accumulate=True)
-        # A slot begins AROUND * COLS distances before its tile's corner.
-        begin = self.before + self.width - self.cols - (q_len - 1)
-        return total.view(batch, heads, -1)[:, :, begin : begin + q_len + k_len - 1].contiguous()

@@ -18,6 +18,7 @@ from attnbias.layouts.device import lay_out
 from attnbias.layouts.header import FIELDS
 from attnbias.relations.listing import Listed
 from attnbias.sets.bound import Place
+from attnbias.sets.pairs import Pairs
 
 
 def random_graph(n_src: int, n_dst: int, edges: int, seed: int = 0) -> ab.Graph:
@@ -60,7 +61,7 @@ CASES: dict[str, tuple[Callable[[], Listed], int, int, int]] = {
 
 def build_here(relation: Listed, q_len: int, k_len: int, q_start: int, costs: Costs, **how: Any) -> ab.Layout:
     options = {"form": "auto", "tile": None, **how}
-    pairs = relation._list(Place(q_len, k_len, q_start))
+    pairs = relation._offer(Place(q_len, k_len, q_start))
     made = lay_out(pairs, q_len, k_len, q_start=q_start, costs=costs, **options)
     return ab.Layout(made.buffer, made.where)
 
@@ -112,14 +113,60 @@ def test_cases_hold_tiles_and_edges() -> None:
     assert sizes["equal blocks"].patterns < sizes["equal blocks"].tiles_partial
 
 
-def test_the_host_reads_a_few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def offered(relation: Listed, q_len: int, k_len: int, q_start: int = 0) -> Pairs:
+    """Return the pairs that a relation on a device offers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Listed, "_device", "cuda")
+        pairs = relation.list_pairs(q_len, k_len, q_start, None, None)
+    assert pairs is not None
+    return pairs
+
+
+@pytest.mark.parametrize("name", ["sparse", "lists", "no lists", "no edges"])
+@pytest.mark.parametrize("form", ["auto", "edges"])
+def test_the_host_reads_once_where_no_tile_can_pay(
+    name: str, form: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, q_len, k_len, q_start = CASES[name]
+    relation = make()
+    theirs = ab.Layout.build(relation, q_len, k_len, q_start=q_start, form=form)
+    refuse_transfers(monkeypatch)
+    with Reads() as reads:
+        pairs = offered(relation, q_len, k_len, q_start)
+        costs = Costs(tile={128: 1.0, 64: 1.02}, edge=2.7, run=None)
+        made = lay_out(pairs, q_len, k_len, q_start=q_start, form=form, tile=None, costs=costs)
+    assert (reads.numbers, reads.lists) == (0, 1)
+    monkeypatch.undo()
+    assert made.tiles == 0 and theirs.tiles == 0
+    assert_same(ab.Layout(made.buffer, made.where), theirs)
+
+
+def test_the_host_reads_a_few_numbers_where_tiles_may_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of what is found distinct are known one after the other: they cannot be read at once."""
     refuse_transfers(monkeypatch)
     for n in (100, 1000):
         graph = shuffled(blocks(n, 200, 130, 64), 50)
         with Reads() as reads:
-            graph._check_numbers()  # part of binding on a device; reads the smallest and largest of two lists
-            build_here(graph, n + 394, n + 394, 0, GPU_COSTS[80])
-        assert 4 < reads.numbers + 4 <= 13, reads.numbers  # and a list of four
+            pairs = offered(graph, n + 394, n + 394)
+            lay_out(pairs, n + 394, n + 394, q_start=0, form="auto", tile=None, costs=GPU_COSTS[80])
+        assert reads.lists == 1 and 3 < reads.numbers <= 8, reads.numbers
+
+
+@pytest.mark.parametrize(
+    ("relation", "message"),
+    [
+        (ab.Graph([[0, 5, 1], [1, 2, 0]], num_nodes=6), "num_nodes = 3 but a source is 5"),
+        (ab.Graph([[0, 2, 1], [1, 7, 0]], num_nodes=8), "num_nodes = 3 but a target is 7"),
+        (ab.Neighbors([[0, 3], [1, -1], [9, 0]]), "wanted keys from -1 .none. to 2, got 9"),
+    ],
+)
+def test_wrong_numbers_are_found_by_the_same_read(relation: Listed, message: str) -> None:
+    if isinstance(relation, ab.Graph):  # whose numbers are checked at once on the host
+        object.__setattr__(relation, "num_nodes", 3)
+    with Reads() as reads, pytest.raises(ValueError, match=message):
+        pairs = offered(relation, 3, 3)
+        lay_out(pairs, 3, 3, q_start=0, form="auto", tile=None, costs=GPU_COSTS[80])
+    assert (reads.numbers, reads.lists) == (0, 1)
 
 
 def test_a_graph_on_a_device_is_laid_out_there(monkeypatch: pytest.MonkeyPatch) -> None:

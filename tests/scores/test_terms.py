@@ -6,7 +6,7 @@ from cases.terms import NAMES, RELATIONS, B, H, K, Q, check, check_minus_infinit
 
 import attnbias as ab
 from attnbias.backends import cpu
-from attnbias.scores import terms
+from attnbias.scores import buckets, terms
 from attnbias.testing import make_inputs
 
 # Backends with code for terms; each runs the same tests.
@@ -300,3 +300,19 @@ def test_merge_refuses():
     x = torch.zeros(1, 1, 2, 3)
     with pytest.raises(ValueError, match="got 1 and 2"):
         ab.merge([x], [x[..., 0], x[..., 0]])
+
+
+def test_buckets_are_copied_to_a_device_once():
+    """A copy in every call waits for a GPU, and no CUDA graph captures it."""
+    lengths, meta = (5, 3, 8, 0), torch.device("meta")
+    first = buckets.buckets_of_distances(ab.linear_buckets(2), *lengths, meta)
+    assert first.device == meta and first.shape == (10,)
+    assert buckets.buckets_of_distances(ab.linear_buckets(2), *lengths, meta) is first
+    for other in ((5, 3, 8, 1), (5, 4, 8, 0), (7, 3, 8, 0)):
+        assert buckets.buckets_of_distances(ab.linear_buckets(2), *other, meta) is not first
+    assert buckets._buckets_on.cache_info().maxsize == 64
+
+
+def test_lengths_of_zero_have_no_buckets():
+    cpu_device = torch.device("cpu")
+    assert not buckets.buckets_of_distances(ab.linear_buckets(2), 5, 0, 0, 0, cpu_device).numel()

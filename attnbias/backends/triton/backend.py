@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...kernels.launch.config import target_of
+from ...layouts.streams import is_capturing
 from ...scores.additive import why_not_terms
 from ..call import Grads
 from ..strides import copy_back, dense_rows, empty_dense_rows, empty_grads, empty_like_query
@@ -38,6 +40,7 @@ LOG2E = 1 / math.log(2)
 DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
 _NOTHING = nullcontext()
+T = TypeVar("T")
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -165,13 +168,12 @@ def _backward(
         ]
         given = *inputs, grad_out, *sums
         target = _target(call.query.device)
-        needs_relative = parts.relative is not None
-        if dq is not None or needs_relative or parts.by_pair is not None:
-            parts.relative = tiles_backward_query(
+        grads = parts.by_query(by_query)
+        if dq is not None or grads is not None:
+            tiles_backward_query(
                 *(*given, torch.empty_like(inputs[0]) if dq is None else dq, by_query, target),
                 extras=extras,
-                d_pairs=parts.by_pair,
-                needs_relative=needs_relative,
+                grads=grads,
                 **numbers,
             )
         if (dk is not None or dv is not None or parts.key is not None) and call.key.shape[2]:
@@ -207,16 +209,17 @@ def _levels(call: Call, score: MultiLevel) -> tuple[Levels, Tensor]:
     """
     from ...kernels.tiles.levels import Levels, table
 
-    kept, device = call.layout.kept, call.layout.device
+    layout = call.layout
+    kept, device = layout.kept, layout.device
     found = kept.header.levels
     assert found is not None  # the layout fits the score
-    # Kept: a copy to the device for each layout, not for each call.
-    made: tuple[Tensor, Tensor] | None = kept.prepared.get("triton levels")
-    if made is None:
+
+    def make() -> tuple[Tensor, Tensor]:
         ranks = torch.tensor(score.ranks, device=device)
         factors = (min(score.ranks) / ranks).repeat_interleave(ranks, output_size=found.prefixes[-1])
-        made = table(found.widths, found.prefixes, kept.header.q_start, device), factors
-        kept.prepared["triton levels"] = made
+        return table(found.widths, found.prefixes, kept.header.q_start, device), factors
+
+    made = _prepare(layout, "triton levels", make)  # a copy to the device for each layout, not for each call
     per_pair = score.normalize == "pair"
     return Levels(made[0], found.prefixes, per_pair, shares_first=found.widths[0] == 0), made[1]
 
@@ -271,6 +274,23 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
 
 
+def _prepare(layout: Layout, what: str, make: Callable[[], T]) -> T:
+    """Return what ``make`` gives, made once for a layout and each stream: another one would not wait for it.
+
+    A graph that is being captured gets what there is for any stream, since whoever captures has waited. What
+    it makes is not kept: it is there only when the graph is replayed.
+    """
+    prepared, device = layout.kept.prepared, layout.device
+    if is_capturing(device):
+        return next((made for key, made in prepared.items() if key.startswith(f"{what},")), None) or make()
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = f"{what}, stream {stream}"
+    made: T | None = prepared.get(key)
+    if made is None:
+        made = prepared[key] = make()
+    return made
+
+
 def _lists(layout: Layout) -> tuple[Lists, Lists, EdgeLists]:
     """Return the tiles by query and by key, and the edges."""
     from ...kernels.edges.items import EdgeLists
@@ -279,8 +299,8 @@ def _lists(layout: Layout) -> tuple[Lists, Lists, EdgeLists]:
     kept = layout.kept
     if not kept.is_trusted:
         layout.validate()
-    found: tuple[Lists, Lists, EdgeLists] | None = kept.prepared.get(name)
-    if found is None:
+
+    def make() -> tuple[Lists, Lists, EdgeLists]:
         f, tile = layout.fields, kept.header.tile
         by_query = Lists(f.group, f.q_ptr, f.q_tile, f.q_mark, f.patterns, f.q_order, tile)
         by_key = Lists(f.group, f.k_ptr, f.k_tile, f.k_mark, f.patterns_t, f.k_order, tile)
@@ -288,5 +308,8 @@ def _lists(layout: Layout) -> tuple[Lists, Lists, EdgeLists]:
             *(f.group, f.edge_ptr, f.edge_key, f.edge_id, f.col_ptr, f.col_query, f.col_edge),
             kept.header.groups,
         )
-        found = kept.prepared[name] = by_query, by_key, edges
-    return found
+        return by_query, by_key, edges
+
+    by_query, by_key, edges = _prepare(layout, "triton", make)
+    # A copy: lists that it derives while a graph is captured stay its own.
+    return by_query, by_key, copy.copy(edges) if is_capturing(layout.device) else edges

@@ -14,6 +14,8 @@ from .. import edge_terms
 from ..call import name_parts, parts_needed
 
 if TYPE_CHECKING:
+    from ...kernels.records import Lists
+    from ...kernels.tiles.term_grads import TermGrads
     from ...kernels.tiles.terms import Terms
     from ..call import Call, Needs
 
@@ -65,18 +67,40 @@ class Gradients:
         self.needs_weight = needs.weight
         self.weight: Tensor | None = None  # [H, D]
         self.wanted = parts_needed(needs)
-        batch, heads, q_len, _ = call.query.shape
-        k_len = call.key.shape[2]
+        batch, heads, k_len = *call.query.shape[:2], call.key.shape[2]
 
         def zeros(*sizes: int) -> Tensor:
             return call.query.new_zeros((batch, heads, *sizes), dtype=torch.float32)
 
-        # A number for each pair: as large as a bias of pairs is itself, for each batch and head.
-        is_by_pair = "pair" in self.wanted or "grid" in self.wanted
-        self.by_pair = zeros(q_len, k_len) if is_by_pair else None
         self.key = zeros(k_len) if "key" in self.wanted else None
         self.relative = zeros(call.parts["relative"].shape[2]) if "relative" in self.wanted else None
+        self.grid = zeros(call.parts["grid"].shape[2]) if "grid" in self.wanted else None
+        self.pair: Tensor | None = None  # summed over what has size 1
+        if "pair" in self.wanted:
+            self.pair = call.parts["pair"].new_zeros(call.parts["pair"].shape)
         self.edges: Tensor | None = None  # of what bias_of_edges gave
+
+    def by_query(self, lists: Lists) -> TermGrads | None:
+        """Return those that the kernel by query makes; None without any."""
+        if self.relative is None and self.grid is None and self.pair is None:
+            return None
+        from ...kernels.tiles.term_grads import TermGrads
+
+        call, whole = self.call, None
+        batch, heads, q_len, _ = call.query.shape
+        if call.places is not None and call.places.queries is not None:
+            whole = call.places.q_len, call.places.k_len
+        query_code, key_code = call.codes if self.grid is not None else (None, None)
+        return TermGrads(
+            lists,
+            (batch, heads, q_len, call.key.shape[2]),
+            call.layout.listed(batch, heads),
+            relative=self.relative,
+            whole=whole,
+            pair=self.pair,
+            grid=self.grid,
+            codes=None if query_code is None or key_code is None else (query_code, key_code),
+        )
 
     def finish(self) -> dict[str, Tensor | None]:
         """Return the gradients of the score's weight and of the parts, by the names of ``Grads``."""
@@ -97,14 +121,15 @@ class Gradients:
 
     def _of_entries(self, name: str, part: Tensor, entries: edge_terms.Entries) -> Tensor:
         """Of a part that tiles read, too: what they gave, then what edges add."""
-        grad = self._of_tiles(name)
+        grad = {"relative": self.relative, "key": self.key, "pair": self.pair, "grid": self.grid}[name]
+        assert grad is not None
         if self.edges is not None:
             *row, last = entries[name]
             flat = row[0] * part.shape[-1] + last if row else last
-            grad = _add_at(grad.flatten(2), flat, self.edges).view_as(grad)
-        if name == "pair":  # summed over what has size 1, in torch's one order
-            for i in (0, 1):
-                grad = grad.sum(i, keepdim=True) if part.shape[i] == 1 else grad
+            added = self.edges
+            for i in (0, 1):  # summed over what has size 1, in torch's one order
+                added = added.sum(i, keepdim=True) if grad.shape[i] == 1 else added
+            grad = _add_at(grad.flatten(2), flat, added).view_as(grad)
         return grad
 
     def _of_edges(self, part: Tensor, entries: edge_terms.Entries) -> Tensor:
@@ -115,18 +140,6 @@ class Gradients:
             by_head = by_head if part.shape[1] > 1 else by_head.sum(1, keepdim=True)
             grad.index_put_(entries["edge"], by_head, accumulate=True)
         return grad
-
-    def _of_tiles(self, name: str) -> Tensor:
-        if name == "grid":
-            assert self.by_pair is not None
-            query_code, key_code = (x.long() for x in self.call.codes)
-            index = (query_code[:, None] - key_code).flatten()
-            empty = self.by_pair.new_zeros(self.call.parts["grid"].shape)
-            return _add_at(empty, index, self.by_pair.flatten(2))
-        found = {"relative": self.relative, "key": self.key, "pair": self.by_pair}[name]
-        assert found is not None
-        # The numbers of pairs serve a grid, too, and are added to.
-        return found.clone() if name == "pair" and "grid" in self.wanted else found
 
 
 def _add_at(to: Tensor, index: Tensor, x: Tensor) -> Tensor:

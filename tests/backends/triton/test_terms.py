@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from attnbias.backends import triton
 from attnbias.kernels.launch import launch
 from attnbias.kernels.launch.config import Config
+from attnbias.kernels.tiles import term_grads
 
 pytestmark = pytest.mark.usefixtures("poison_all")
 RELATIONS = {
@@ -130,6 +131,15 @@ def test_diagonals_of_tiles_in_steps(tiles, monkeypatch):
     monkeypatch.setattr(launch, "candidates", lambda *given: (Config.parse(tiles),))
     leaves, term = TERMS["linear"]
     term_cases.check("triton", term_cases.RELATIONS["causal"], leaves, [term])
+
+
+@interpreted
+def test_gradients_of_some_lines_at_a_time(monkeypatch):
+    """Where the room for their gradients is small, each head of each batch has a launch of its own."""
+    monkeypatch.setattr(term_grads, "ROOM", 1)
+    made = [TERMS[name] for name in ("linear", "grid", "pair", "pair for all")]
+    leaves = [leaf for each, _ in made for leaf in each]
+    term_cases.check("triton", term_cases.RELATIONS["causal"], leaves, [term for _, term in made])
 
 
 def check_drawn(relation, sizes, terms, **options):
