@@ -45,6 +45,8 @@ class Config(NamedTuple):
     by_fma: int = 0  # of 8 columns, those whose exp2 is a polynomial
     half: bool = False  # mask 16-bit dS instead of float32 P
     fixed: bool = False  # the row strides of the walked side are compiled in
+    chunk: int = 0  # cut heads into chunks of at most so many columns; 0: one, of a power of 2
+    specialised: bool = False  # warps of their own load and multiply: sm_100, forward, T without N and P
 
     @classmethod
     def parse(cls, text: str) -> Config:
@@ -60,7 +62,7 @@ class Config(NamedTuple):
         return cls(rows, cols, int(warps[1:]), int(stages[1:]), **given)
 
     def __str__(self) -> str:
-        letters = "".join(f" {letter}" for letter, (name, _) in _FLAGS.items() if getattr(self, name))
+        letters = "".join(f" {letter}" for letter, (name, on) in _FLAGS.items() if getattr(self, name) == on)
         return f"{self.rows}x{self.cols} w{self.warps} s{self.stages}{letters}"
 
 
@@ -72,6 +74,9 @@ _FLAGS = {
     "E2": ("by_fma", 2),
     "H": ("half", True),
     "F": ("fixed", True),
+    "C64": ("chunk", 64),
+    "C128": ("chunk", 128),
+    "W": ("specialised", True),
 }
 
 
@@ -206,6 +211,7 @@ class Spec(NamedTuple):
     by_fma: int
     half: bool
     tma: bool
+    specialised: bool
     row_strides: tuple[int, int]  # of the two tensors that are walked; 0 = not compiled in
     is_wide: bool  # offsets inside a tile may pass 2^31
     shift: int  # see tile.pattern_words

@@ -131,6 +131,11 @@ def test_parse():
     assert Config.parse("32x16 w4 s1") == Config(32, 16, 4, 1)
 
 
+def test_flags_of_the_same_field():
+    for text in ("64x32 w4 s2 C64", "64x32 w4 s2 N C128", "128x64 w4 s3 T A W"):
+        assert str(Config.parse(text)) == text
+
+
 def test_configuration_survives_a_round_trip_through_text():
     for target, which, dtype, size, tile in every_choice():
         for choice in candidates(target, which, dtype, size, size, tile):
@@ -214,6 +219,12 @@ def test_tuned_configurations_can_run():
         assert any(x.one_buffer for x in found) == (arch == 100)
         assert any(x.packed for x in found) == (arch == 100 and which == "forward")
         assert any(x.half for x in found) == (which == "backward_query" and dtype != torch.float32)
+        assert any(x.chunk for x in found) == (size > 64) and all(x.chunk < size for x in found)
+        for x in found:
+            if x.specialised:
+                assert arch == 100 and which == "forward" and x.tma and not x.ahead and not x.packed
+        if arch == 100 and which == "forward" and dtype != torch.float32:
+            assert any(x.specialised for x in found)
         assert any(x.by_fma for x in found) == (which == "forward" and dtype == torch.bfloat16)
 
 
