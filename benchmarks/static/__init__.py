@@ -12,6 +12,6 @@ None of them is a time, and no ratio of them a speed-up.
 scores. ``sass`` reads machine code, ``flow`` finds its loops, ``issue`` models how it is issued on the GPUs
 of ``arch``, ``work`` counts multiply-adds. ``count`` runs all of it, ``figures`` names and keeps the results,
 ``table`` prints them, ``gate`` compares them with floors and with those in counts.json. ``whole_table``
-checks every row of the configuration table, and compares it with those in whole_table.json. ``options`` counts what
-options add to the loops.
+checks every row of the configuration table, and compares it with those in whole_table.json. ``options``
+counts what options add to the loops.
 """
