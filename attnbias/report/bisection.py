@@ -17,7 +17,7 @@ from ..testing.shipped import Problem, Verdict
 from . import smoke
 from .runner import Outcome, Run, Status, Step
 
-FLAGS = ("T", "N", "A", "P", "E2", "H", "F")
+FLAGS = ("T", "N", "A", "P", "E2", "H", "F", "C64", "C128", "W")
 # Changes of ATTNBIAS_TRITON, by what they switch off; the flags one by one, then more at once.
 CHANGES = {
     "without TMA": "without T",

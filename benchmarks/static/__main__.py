@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
 
-from . import edges, gate, levels, table, work
+from . import edges, gate, levels, table, whole_table, work
 from .arch import ARCH
 from .count import count, names, versions
 from .figures import STORE, Rows, read, rows_of, store
@@ -23,6 +24,14 @@ def _stored(name: str, options: argparse.Namespace, is_counted: bool) -> Rows:
     }
 
 
+def _check_table(options: argparse.Namespace) -> None:
+    """Print the figures of every row of the configuration table; fail where one is wrong or got worse."""
+    path = options.counts or whole_table.STORE
+    faults = whole_table.check(options.sm, options.d, options.jobs, path, options.store)
+    print(f"\n{len(faults)} rows wrong or worse than stored" + "".join(f"\n  {x}" for x in faults))
+    sys.exit(1 if faults else 0)
+
+
 def main() -> None:
     """Print the tables; with --gate, fail where a floor breaks or a stored count got worse."""
     parser = argparse.ArgumentParser(prog="python -m attnbias.benchmarks.static", description=__doc__)
@@ -30,9 +39,22 @@ def main() -> None:
     parser.add_argument("--gate", action="store_true", help="fail where a floor breaks or a count got worse")
     parser.add_argument("--store", action="store_true", help=f"store the counts in {STORE.name}")
     parser.add_argument("--rebuild", action="store_true", help="compile FlexAttention's kernels again")
-    parser.add_argument("--jobs", type=int, default=2, help="number of processes (2)")
-    parser.add_argument("--counts", type=Path, default=STORE, help="the file of stored counts")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of processes (one per core)")
+    parser.add_argument("--counts", type=Path, help=f"the file of stored counts ({STORE.name})")
+    parser.add_argument(
+        "--table", action="store_true", help="check every row of the configuration table instead"
+    )
+    parser.add_argument(
+        "--d",
+        type=lambda text: [int(x) for x in text.split(",")],
+        default=whole_table.SIZES,
+        help="head sizes, with --table",
+    )
     options = parser.parse_args()
+    if options.table:
+        _check_table(options)
+        return
+    options.counts = options.counts or STORE
     torch_version, triton_version = versions()
     major, minor = map(int, triton_version.split(".")[:2])
     version = major, minor

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 
 import attnbias as ab
@@ -41,8 +42,11 @@ class Recorder:
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         """Return the function that Triton calls for each launch of a kernel."""
 
+        files = get_cache_manager(metadata.hash).get_group(f"{source.name[:150]}.json") or {}
+        ptx = next((path for file, path in files.items() if file.endswith(".ptx")), "")
+
         def launch(gx: int, gy: int, gz: int, stream: int, cubin: bytes, *rest: Any) -> None:
-            driver.active.launched.append(Compiled.from_parts(metadata, cubin, metadata.target.arch))
+            driver.active.launched.append(Compiled.from_parts(metadata, cubin, metadata.target.arch, ptx))
 
         return launch
 

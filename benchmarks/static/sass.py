@@ -63,6 +63,7 @@ class Compiled:
     warps: int
     shared: int  # bytes a block is started with
     tmem: int = 0  # columns of tensor memory a block allocates
+    ptx: str = ""  # path of its PTX, if Triton kept it
 
     @classmethod
     def of(cls, kernel: Any, cc: int) -> Compiled:
@@ -70,10 +71,10 @@ class Compiled:
         return cls.from_parts(kernel.metadata, kernel.asm["cubin"], cc)
 
     @classmethod
-    def from_parts(cls, metadata: Any, cubin: bytes, cc: int) -> Compiled:
+    def from_parts(cls, metadata: Any, cubin: bytes, cc: int, ptx: str = "") -> Compiled:
         """Make one from Triton's metadata and a cubin."""
         tmem = getattr(metadata, "tmem_size", None) or 0
-        return cls(metadata.name, cc, cubin, metadata.num_warps, metadata.shared, tmem)
+        return cls(metadata.name, cc, cubin, metadata.num_warps, metadata.shared, tmem, ptx)
 
 
 @functools.cache

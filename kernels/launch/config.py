@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -45,6 +46,8 @@ class Config(NamedTuple):
     by_fma: int = 0  # of 8 columns, those whose exp2 is a polynomial
     half: bool = False  # mask 16-bit dS instead of float32 P
     fixed: bool = False  # the row strides of the walked side are compiled in
+    chunk: int = 0  # cut heads into chunks of at most so many columns; 0: one, of a power of 2
+    specialised: bool = False  # warps of their own load and multiply: sm_100, forward, T without N and P
 
     @classmethod
     def parse(cls, text: str) -> Config:
@@ -60,7 +63,7 @@ class Config(NamedTuple):
         return cls(rows, cols, int(warps[1:]), int(stages[1:]), **given)
 
     def __str__(self) -> str:
-        letters = "".join(f" {letter}" for letter, (name, _) in _FLAGS.items() if getattr(self, name))
+        letters = "".join(f" {letter}" for letter, (name, on) in _FLAGS.items() if getattr(self, name) == on)
         return f"{self.rows}x{self.cols} w{self.warps} s{self.stages}{letters}"
 
 
@@ -72,6 +75,9 @@ _FLAGS = {
     "E2": ("by_fma", 2),
     "H": ("half", True),
     "F": ("fixed", True),
+    "C64": ("chunk", 64),
+    "C128": ("chunk", 128),
+    "W": ("specialised", True),
 }
 
 
@@ -206,6 +212,7 @@ class Spec(NamedTuple):
     by_fma: int
     half: bool
     tma: bool
+    specialised: bool
     row_strides: tuple[int, int]  # of the two tensors that are walked; 0 = not compiled in
     is_wide: bool  # offsets inside a tile may pass 2^31
     shift: int  # see tile.pattern_words
@@ -223,8 +230,8 @@ _HALF = {
     (80, 64, 64): ("64x64 w4 s3", "64x64 w4 s2 N H", "64x64 w4 s2"),
     (80, 128, 128): ("128x32 w4 s3", "64x64 w4 s2 N H F", "64x128 w8 s2 N F"),
     (80, 128, 64): ("64x64 w4 s2", "64x64 w4 s2 N H", "64x64 w4 s2 F"),
-    (80, 256, 128): ("64x32 w4 s2", "64x32 w4 s2 H", "32x64 w8 s2"),
-    (80, 256, 64): ("64x32 w4 s2", "64x32 w4 s2 H", "32x64 w8 s2"),
+    (80, 256, 128): ("64x32 w4 s2", "64x32 w4 s2 H", "32x32 w4 s2"),
+    (80, 256, 64): ("64x32 w4 s2", "64x32 w4 s2 H", "32x32 w4 s2"),
     (86, 64, 128): ("128x64 w4 s3 F", "64x64 w4 s2 N H", "64x64 w4 s2"),
     (86, 64, 64): ("64x64 w4 s3", "64x64 w4 s2 N H", "64x64 w4 s2"),
     (86, 128, 128): ("128x64 w8 s3", "128x32 w8 s3 H", "32x128 w8 s2"),
@@ -235,8 +242,8 @@ _HALF = {
     (90, 64, 64): ("64x64 w4 s3 T N", "64x64 w4 s3 T N H", "64x64 w4 s3 T N"),
     (90, 128, 128): ("128x128 w8 s2 T N", "128x64 w8 s3 T N H", "64x128 w8 s3 T N"),
     (90, 128, 64): ("64x64 w4 s2 T N", "64x64 w4 s2 T N H", "64x64 w4 s2 T N"),
-    (90, 256, 128): ("128x64 w8 s2 T N", "64x64 w8 s2 T N", "32x64 w8 s2 T N"),
-    (90, 256, 64): ("64x64 w4 s2 T N", "64x64 w8 s2 T N", "32x64 w8 s2 T N"),
+    (90, 256, 128): ("128x64 w8 s2 T N", "64x64 w4 s2 T N", "32x64 w8 s2 T N"),
+    (90, 256, 64): ("64x64 w4 s2 T N", "64x64 w4 s2 T N", "32x64 w8 s2 T N"),
     (100, 64, 128): ("128x128 w4 s3 T N A P E2", "128x64 w4 s3 T N A H", "128x128 w8 s2 T N A"),
     (100, 64, 64): ("64x64 w4 s3 T N A", "64x64 w4 s3 T N A", "64x64 w4 s2 T N A"),
     (100, 128, 128): ("128x128 w4 s2 T N A P", "128x64 w4 s2 T N A", "64x128 w4 s2 T N A"),
@@ -267,15 +274,19 @@ _LEVELS: dict[tuple[int, int, int], dict[str, str]] = {
 }
 _LEVELS_SINCE_3_9 = {**_LEVELS, (90, 64, 128): {"backward_query": "64x64 w4 s3 N"}}
 _SMALL = (86, 89, 120)  # architectures with 99 KB of shared memory
-# (architecture, head size) for float32, in three TF32 products each; the same for both list tiles.
+# (architecture, head size) for float32, in three TF32 products each; the same for both list tiles. Both parts
+# of an operand are kept, so tiles are small. With 8 warps Triton computes scores of such tiles twice.
 _FLOAT = {
     (80, 64): ("64x32 w4 s2", "32x32 w4 s2", "32x32 w4 s2"),
-    (80, 128): ("64x32 w4 s2", "32x32 w4 s2", "32x32 w4 s2"),
+    (80, 128): ("32x32 w4 s2", "32x32 w4 s2 C64", "32x16 w4 s2"),
     (80, 256): ("32x32 w4 s1", "16x32 w4 s1", "32x16 w4 s1"),
     (86, 64): ("64x32 w4 s2", "32x32 w4 s2", "32x32 w4 s2"),
-    (86, 128): ("32x32 w4 s2", "32x32 w4 s1", "32x32 w4 s1"),
+    (86, 128): ("32x32 w4 s2", "16x32 w4 s1", "32x16 w4 s1"),
     (86, 256): ("16x32 w4 s1", "16x32 w4 s1", "16x16 w4 s1"),
+    (90, 128): ("64x32 w4 s2", "32x32 w4 s2 C64", "32x32 w4 s2"),
 }
+# On Triton 3.9 ptxas gives up on larger tiles of these: 32 registers, 8,000 spills.
+_FLOAT_SINCE_3_9 = {(90, 256): ("16x32 w4 s1", "16x32 w4 s1", "32x16 w4 s1")}
 # Behind every choice, in this order, for a device on which it does not fit: the last fits in 99 KB.
 _SMALLER = ("64x32 w4 s2", "32x32 w4 s2", "32x32 w4 s1", "16x16 w4 s1")
 
@@ -305,7 +316,8 @@ def candidates(
     size = 64 if max(d, e) <= 64 else 128 if max(d, e) <= 128 else 256
     arch = max(known for known, *_ in _HALF if known <= target.arch)
     if dtype == torch.float32 and not target.is_interpreted:  # where there is room for any tile
-        texts = _FLOAT[86 if arch in _SMALL else 80, size]
+        singles = _FLOAT | (_FLOAT_SINCE_3_9 if target.triton >= (3, 9) else {})
+        texts = singles[_nearest_single(singles, arch, size), size]
     else:
         by_version = _SINCE_3_9 if target.triton >= (3, 9) else {}
         texts = by_version.get((arch, size, tile), _HALF[arch, size, tile])
@@ -324,6 +336,12 @@ def candidates(
     if dtype != torch.bfloat16:  # whose rounding hides the polynomial's
         first = first._replace(by_fma=0)
     return (first, *(x for x in map(Config.parse, _SMALLER) if x.rows * x.cols <= first.rows * first.cols))
+
+
+def _nearest_single(entries: Iterable[tuple[int, int]], arch: int, size: int) -> int:
+    """Return the architecture whose float32 entry of a head size another one takes: of as much memory."""
+    is_small = arch in _SMALL
+    return max(x for x, of in entries if of == size and x <= arch and (x in _SMALL) == is_small)
 
 
 def tuned_path() -> Path:

@@ -62,7 +62,13 @@ def launch(
         config = choices[i]
         own, walked = (config.cols, config.rows) if which == "backward_key" else (config.rows, config.cols)
         # Levels read parts of rows.
-        tma = config.tma and not present.levels and _can_describe(first) and _can_describe(second)
+        tma = (
+            config.tma
+            and not present.levels
+            and not config.chunk
+            and _can_describe(first)
+            and _can_describe(second)
+        )
         strides = (strided[d_side].at, strided[e_side].at) if config.fixed else (0, 0)
         spec = _spec(config, which, target, sizes, strides, is_wide, tma, precision(first.dtype), present)
         if by_spec is not None:
@@ -110,7 +116,7 @@ def _spec(
     present: Present,
 ) -> Spec:
     d, e, tile = sizes
-    chunks = present.chunks or (Chunk(0, columns(d)),)
+    chunks = present.chunks or cut(d, config.chunk)
     walked = mixed = config.rows if which == "backward_key" else config.cols
     # Partial tiles of levels hold more at once; the slots for the gradients of terms are of whole tiles.
     if present.levels and not present.terms:
@@ -130,6 +136,7 @@ def _spec(
         # The gradients of terms are sums of float32 dS.
         half=config.half and not present.terms and not present.levels,
         tma=tma,
+        specialised=config.specialised and tma and 100 <= target.arch < 120,
         row_strides=row_strides,
         is_wide=is_wide,
         shift=0 if 100 <= target.arch < 120 else 6,  # a thread of tcgen05 owns a row, not column pairs
@@ -137,8 +144,32 @@ def _spec(
         precision=precision,
         has=present,
         chunks=chunks,
-        loops=tuple(x._replace(walked=mixed if x.is_partial else walked) for x in present.loops),
+        loops=tuple(
+            x._replace(walked=mixed if x.is_partial else walked)
+            if present.levels
+            else x._replace(walked=walked, chunks=len(chunks), whole=len(chunks))
+            for x in present.loops
+        ),
     )
+
+
+def cut(d: int, most: int) -> tuple[Chunk, ...]:
+    """Cut a head into chunks of powers of 2, the widest of at most so many columns first; 0 for one chunk.
+
+    Example:
+        >>> [[x.columns for x in cut(d, 64)] for d in (40, 80, 96, 128)], len(cut(96, 0))
+        ([[64], [64, 16], [64, 32], [64, 64]], 1)
+    """
+    chunks: list[Chunk] = []
+    at = 0
+    while at < d:
+        width = columns(d - at)
+        # Padding a short rest to a power of 2 costs no more than a chunk of its own would.
+        if most and d > most and (width > most or width - (d - at) >= 16):
+            width = min(most, 1 << (d - at).bit_length() - 1)
+        chunks.append(Chunk(at, width))
+        at += width
+    return tuple(chunks)
 
 
 def columns(size: int) -> int:

@@ -56,10 +56,10 @@ def choices(which: Pass, target: Target, dtype: torch.dtype, d: int, e: int, til
     for arch, version, size in itertools.product(ARCHITECTURES, _VERSIONS, (64, 128, 256)):
         there = Target(arch, version, target.is_interpreted)
         found.append(candidates(there, which, dtype, size, size, tile)[0])
-    return list(dict.fromkeys(_without_absent(config, which, target, dtype) for config in found))
+    return list(dict.fromkeys(_without_absent(config, which, target, dtype, d) for config in found))
 
 
-def _without_absent(config: Config, which: Pass, target: Target, dtype: torch.dtype) -> Config:
+def _without_absent(config: Config, which: Pass, target: Target, dtype: torch.dtype, d: int) -> Config:
     """Turn off the flags that a pass or a device does not have."""
     is_tcgen05 = 100 <= target.arch < 120
     tma = config.tma and target.arch >= 90
@@ -71,10 +71,11 @@ def _without_absent(config: Config, which: Pass, target: Target, dtype: torch.dt
         # Only the rounding of bfloat16 hides the polynomial's error.
         "by_fma": config.by_fma if dtype == torch.bfloat16 and which == "forward" else 0,
         "half": config.half and dtype != torch.float32 and which == "backward_query",
+        "chunk": config.chunk if d > config.chunk else 0,
+        "specialised": config.specialised and is_tcgen05 and which == "forward" and tma,
     }
-    if "W" in _FLAGS and getattr(config, _FLAGS["W"][0]):  # warps that specialise
-        can = is_tcgen05 and which == "forward" and tma
-        off |= {"ahead": False, "packed": False} if can else {_FLAGS["W"][0]: False}
+    if off["specialised"]:  # their loop takes neither
+        off |= {"ahead": False, "packed": False}
     return config._replace(**off)
 
 

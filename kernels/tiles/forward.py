@@ -79,7 +79,12 @@ def _walk_keys(acc, m, total, q, walk, stretch, LOOP: tl.constexpr, SPEC: tl.con
     COLS: tl.constexpr = SPEC.loops[LOOP].walked
     own, keys, cols = walk.own, walk.d_side, tl.arange(0, COLS)
     j = find_tile(walk.lists, stretch.begin, COLS, SPEC)
-    for t in tl.range(stretch.begin, stretch.end, disallow_acc_multi_buffer=SPEC.one_buffer):
+    for t in tl.range(
+        stretch.begin,
+        stretch.end,
+        disallow_acc_multi_buffer=SPEC.one_buffer,
+        warp_specialize=SPEC.specialised,
+    ):
         if SPEC.ahead:
             following = find_tile(walk.lists, t + 1, COLS, SPEC)
         else:

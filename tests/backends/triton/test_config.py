@@ -126,9 +126,31 @@ def test_triton_versions_have_their_own():
     assert new == old._replace(fixed=True) != old
 
 
+def test_float32_has_entries_of_its_own():
+    """By architecture, by memory, and since Triton 3.9, where ptxas gives up on larger tiles."""
+
+    def forward(arch, version, d):
+        return str(candidates(Target(arch, version), "forward", torch.float32, d, d, 128)[0])
+
+    assert [forward(arch, (3, 7), 128) for arch in (80, 89, 90, 100)] == [
+        *("32x32 w4 s2", "32x32 w4 s2", "64x32 w4 s2", "64x32 w4 s2")
+    ]
+    assert [forward(arch, (3, 7), 256) for arch in (80, 90, 120)] == [
+        *("32x32 w4 s1", "32x32 w4 s1", "16x32 w4 s1")
+    ]
+    assert [forward(arch, (3, 9), 256) for arch in (80, 90, 100)] == [
+        *("32x32 w4 s1", "16x32 w4 s1", "16x32 w4 s1")
+    ]
+
+
 def test_parse():
     assert Config.parse("128x64 w8 s3 T N A P E2 H F") == Config(128, 64, 8, 3, *[True] * 4, 2, True, True)
     assert Config.parse("32x16 w4 s1") == Config(32, 16, 4, 1)
+
+
+def test_flags_of_the_same_field():
+    for text in ("64x32 w4 s2 C64", "64x32 w4 s2 N C128", "128x64 w4 s3 T A W"):
+        assert str(Config.parse(text)) == text
 
 
 def test_configuration_survives_a_round_trip_through_text():
@@ -214,6 +236,12 @@ def test_tuned_configurations_can_run():
         assert any(x.one_buffer for x in found) == (arch == 100)
         assert any(x.packed for x in found) == (arch == 100 and which == "forward")
         assert any(x.half for x in found) == (which == "backward_query" and dtype != torch.float32)
+        assert any(x.chunk for x in found) == (size > 64) and all(x.chunk < size for x in found)
+        for x in found:
+            if x.specialised:
+                assert arch == 100 and which == "forward" and x.tma and not x.ahead and not x.packed
+        if arch == 100 and which == "forward" and dtype != torch.float32:
+            assert any(x.specialised for x in found)
         assert any(x.by_fma for x in found) == (which == "forward" and dtype == torch.bfloat16)
 
 
