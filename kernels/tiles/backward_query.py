@@ -20,7 +20,7 @@ from .chunks import add_products, fetch, load_own, own_prefix, score, store_sums
 from .extras import PLAIN, Extras
 from .levels import add_mixed, divide_by_depths, score_mixed
 from .row_sums import PADDING
-from .terms import Diagonals, Dropout, add_terms, inside, keep_tile, store_diagonals, store_pairs
+from .terms import Diagonals, Dropout, add_terms, drop_pairs, inside, keep_words, store_diagonals, store_pairs
 from .tile import LOG2E, head_of, load_values, mask, mask_half
 from .walk import (
     NUMBERS,
@@ -62,6 +62,10 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, d_terms, LOOP: tl.conste
             following = find_tile(walk.lists, t + 1, COLS, SPEC)
         else:
             j = find_tile(walk.lists, t, COLS, SPEC)
+        start = start_of(keys.positions, keys.start, j * COLS, keys.length)
+        if SPEC.has.dropout:
+            at = own.first + own.rows, own.start, j * COLS + start, j
+            kept = keep_words(walk.drop, keys.b, walk.h, *at, COLS, SPEC)
         # k before v: ptxas keeps the order of the loads. Levels score first: their loops hold less then.
         if MIXED:
             tile = tile_of(keys, j, cols)
@@ -74,7 +78,6 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, d_terms, LOOP: tl.conste
         if not SPEC.has.levels:
             s = score(q, k, stretch.inner, LOOP, SPEC)
         x = s
-        start = start_of(keys.positions, keys.start, j * COLS, keys.length)
         if SPEC.has.terms:
             rows = inside(own.first, own.rows, own.length)[:, None]
             near = (inside(j * COLS, cols, keys.length) if PARTIAL else cols)[None, :]
@@ -86,9 +89,7 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, d_terms, LOOP: tl.conste
             p = mask(p, walk.lists, t, own.rows, cols, 0.0, COLS, SPEC)
         dp = tl.dot(grad, v.T, input_precision=SPEC.precision)
         if SPEC.has.dropout:
-            rows = own.first + own.rows
-            kept = keep_tile(walk.drop, keys.b, walk.h, rows, own.start, j * COLS + start, COLS)
-            dp = tl.where(kept, dp * walk.drop.regrow, 0.0)
+            dp = drop_pairs(dp, kept, cols[None, :], 0, SPEC.shift, SPEC) * walk.drop.regrow
         # The gradients of terms are without the factor of the depth.
         if SPEC.has.per_pair and not PARTIAL and not SPEC.has.terms:
             ds = p * (dp * stretch.depth_factor - (delta * stretch.depth_factor)[:, None])
