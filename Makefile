@@ -20,9 +20,9 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 STALE := stale
 endif
 
-.PHONY: help setup test test-all sanitize bench bench-gate static static-gate lint format clean stale
+.PHONY: help setup test test-all test-cudnn sanitize bench bench-gate static static-gate lint format clean stale
 help:
-	@echo "make setup | test | test-all | sanitize | bench | bench-gate | static | static-gate | lint | format | clean"
+	@echo "make setup | test | test-all | test-cudnn | sanitize | bench | bench-gate | static | static-gate | lint | format | clean"
 	@echo "     [VENV=an/environment]"
 
 setup: $(STAMP)
@@ -45,6 +45,16 @@ test: setup
 
 test-all: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -p no:benchmark $(ARGS)
+
+# Compile NVIDIA's kernels as the backend cudnn calls them, and emulate those of its plan; needs no GPU. The
+# environment borrows everything but NVIDIA's packages, some 400 MB, from the one above.
+CUDNN := build/cudnn
+test-cudnn: setup
+	test -x $(CUDNN)/bin/python || $(RUN) -m venv $(CUDNN)
+	$(CUDNN)/bin/python -m pip install -q --no-deps -r requirements/cudnn.txt
+	$(RUN) -c "import sysconfig; path = sysconfig.get_path('purelib'); print(f'import site; site.addsitedir({path!r})')" \
+	  > $$($(CUDNN)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/borrowed.pth
+	OMP_NUM_THREADS=1 $(CUDNN)/bin/python -m pytest -p no:benchmark -m "" tests/backends/test_cudnn_programs.py $(ARGS)
 
 # Test the C++ kernels under the address and undefined-behaviour sanitizers, with fresh memory full of NaN.
 SANITIZED := build/sanitized

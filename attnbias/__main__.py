@@ -29,6 +29,7 @@ MOST_TILES = 64  # drawn as text along a side
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 OPTIONAL = {
     "triton": "the backend for GPUs",
+    "nvidia-cudnn-frontend": "backend cudnn, NVIDIA's kernels for Hopper and Blackwell",
     "matplotlib": "plots, show --png",
     "rich": "tables and progress bars of bench",
     "safetensors": "Layout.save and load",

@@ -8,6 +8,7 @@ and ``backward``; ``attnbias.op.dispatch`` describes both kinds and lists the ba
 ``sdpa``         PyTorch's own attention
 ``cpu``          the C++ kernels of ``csrc/``
 ``triton``       the GPU kernels of ``kernels/``
+``cudnn``        NVIDIA's ``cudnn.flex_attention``, by name only
 
 They share ``call`` (what a backend gets), ``places`` (where its rows and keys stand in a larger problem),
 ``strides`` (how results lie in memory), ``philox`` (the bits of dropout) and ``edge_terms`` (score terms of

@@ -15,6 +15,7 @@
 ``cache``       layouts built once
 ``validate``    checks of a layout from outside; ``storage`` saves and loads
 ``stats``       counts of work; ``picture`` draws
+``runs``        ranges of keys read back from tiles, for kernels that take ranges
 
 Imports ``attnbias.sets`` and the C++ library, no relation and no backend.
 """

@@ -21,7 +21,7 @@ from ..scores.additive import AdditiveScore
 from ..scores.multilevel import MultiLevel
 from ..scores.terms import MadePart
 from . import dispatch
-from .problem import Problem, layout_for
+from .problem import Problem
 
 if TYPE_CHECKING:
     from ..scores.additive import Score
@@ -135,7 +135,7 @@ def decode(inputs: Inputs, rest: Rest) -> tuple[Call, InOp]:
             q_start=rest.q_start,
             places=places,
         )
-        layout = layout_for(problem)
+        layout = problem.lay_out()
     backend = dispatch.choose(problem, rest.backend or None, dispatch.IN_OP)
     numbers = (rest.scale, rest.softcap, rest.dropout_p)
     row_max = empty_row_numbers(inputs.query) if rest.return_max else None

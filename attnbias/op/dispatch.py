@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ..backends import cpu, reference, rows, sdpa, triton
+from ..backends import cpu, cudnn, reference, rows, sdpa, triton
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -29,6 +29,13 @@ class Backend(Protocol):
 
     def why_not(self, problem: Problem, /) -> list[str]:
         """Return the reasons why it cannot run the problem, a sentence each; empty if it can."""
+
+
+class Reserved(Backend, Protocol):
+    """A backend that steps back from some problems which it can run, unless it is asked for."""
+
+    def why_not_by_default(self, problem: Problem, /) -> list[str]:
+        """Return why it does not run the problem by default, a sentence each."""
 
 
 class InPlace(Backend, Protocol):
@@ -61,11 +68,13 @@ class InOp(Backend, Protocol):
 
 
 # A new backend is one line in one of these two.
-IN_OP: dict[str, InOp] = {"cpu": cpu, "rows": rows, "triton": triton}
+IN_OP: dict[str, InOp] = {"cpu": cpu, "cudnn": cudnn, "rows": rows, "triton": triton}
 IN_PLACE: dict[str, InPlace] = {"sdpa": sdpa, "reference": reference}
 
-# The first that can is taken; by default sdpa steps back off CUDA and where torch has no fused kernel.
-ORDER = ("sdpa", "triton", "cpu", "rows", "reference")
+# The first that can is taken. By default sdpa steps back off CUDA and where torch has no fused kernel, and
+# cudnn everywhere.
+ORDER = ("sdpa", "triton", "cudnn", "cpu", "rows", "reference")
+RESERVED: dict[str, Reserved] = {"sdpa": sdpa, "cudnn": cudnn}
 BACKENDS: dict[str, InOp | InPlace] = {
     name: found for name in ORDER if (found := IN_OP.get(name) or IN_PLACE.get(name)) is not None
 }
@@ -153,8 +162,12 @@ def asked_for(backend: str | None) -> str | None:
 
 def refusals(problem: Problem, name: str) -> list[str]:
     """Return why a backend does not run a problem unless it is asked for by name; empty if it does."""
-    unasked = sdpa.why_not_by_default(problem) if name == sdpa.name else []
-    return unasked or BACKENDS[name].why_not(problem)
+    return why_not_by_default(problem, name) or BACKENDS[name].why_not(problem)
+
+
+def why_not_by_default(problem: Problem, name: str) -> list[str]:
+    """Return why a backend does not run by default a problem that it may be able to run."""
+    return RESERVED[name].why_not_by_default(problem) if name in RESERVED else []
 
 
 def choose(problem: Problem, name: str | None, among: Mapping[str, object] | None = None) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backends import sdpa
 from . import dispatch
-from .problem import Problem, layout_for
+from .problem import Problem
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,6 +68,7 @@ def explain(
         backend reference: it was asked for
         not     sdpa: it is the default only on CUDA devices
         not     triton: ...
+        not     cudnn: ...
         not     cpu: ...
         not     rows: it could run this, but 'reference' was chosen
         tiles   ... full, ... partial, of ...
@@ -79,7 +80,7 @@ def explain(
     name = dispatch.asked_for(backend)
     chosen = dispatch.choose(problem, name)
     others = {other: _why_not(problem, other, chosen) for other in dispatch.BACKENDS if other != chosen}
-    return Explanation(chosen, _why(name, chosen), others, layout_for(problem).stats())
+    return Explanation(chosen, _why(name, chosen), others, problem.lay_out().stats())
 
 
 def _why(asked: str | None, chosen: str) -> str:
@@ -89,7 +90,5 @@ def _why(asked: str | None, chosen: str) -> str:
 
 
 def _why_not(problem: Problem, name: str, chosen: str) -> str:
-    reasons = list(dispatch.BACKENDS[name].why_not(problem))
-    if name == sdpa.name:
-        reasons += sdpa.why_not_by_default(problem)
+    reasons = [*dispatch.BACKENDS[name].why_not(problem), *dispatch.why_not_by_default(problem, name)]
     return "; ".join(reasons) or f"it could run this, but {chosen!r} was chosen"

@@ -213,29 +213,28 @@ class Problem:
         dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
         return Sizes(batch, heads, q_len, k_len, self.q_start, self.query.device, dtype)
 
+    def lay_out(self) -> Layout:
+        """Return its layout, from the relation's cache unless it was given."""
+        relation, query, score = self.relation, self.query, self.score
+        if relation is None:
+            assert self.layout is not None
+            return self.layout
+        B, H, Q, _ = query.shape
+        return relation.layout(
+            Q,
+            self.key.shape[2],
+            q_start=self.q_start,
+            device=query.device,
+            form=self.form,
+            batch=B,
+            heads=H,
+            score=score if isinstance(score, MultiLevel) and self.form != "edges" else None,
+        )
+
     def draw_seed(self) -> None:
         """Draw the dropout seed from torch's generator; nothing is drawn without dropout."""
         if self.dropout_p > 0:
             self.seed = torch.randint(0, 2**63 - 1, (1,), device=self.query.device)
-
-
-def layout_for(problem: Problem) -> Layout:
-    """Return the layout of a problem, from the relation's cache unless it was given."""
-    relation, query, score = problem.relation, problem.query, problem.score
-    if relation is None:
-        assert problem.layout is not None
-        return problem.layout
-    B, H, Q, _ = query.shape
-    return relation.layout(
-        Q,
-        problem.key.shape[2],
-        q_start=problem.q_start,
-        device=query.device,
-        form=problem.form,
-        batch=B,
-        heads=H,
-        score=score if isinstance(score, MultiLevel) and problem.form != "edges" else None,
-    )
 
 
 def fit_layout(layout: Layout, problem: Problem) -> None:

@@ -14,7 +14,7 @@ from ..scores.terms import PARTS, make_parts
 from . import dispatch
 from .codec import encode, join
 from .library import forward_op, is_traced, refuse_transformed, run_eager
-from .problem import Problem, layout_for
+from .problem import Problem
 
 
 def attend(problem: Problem, name: str | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -61,7 +61,7 @@ def _make_call(problem: Problem) -> Call:
         score = AdditiveScore(negative_slope=score.negative_slope)  # its weight is among the inputs
     numbers = (problem.scale, problem.softcap, problem.dropout_p)
     row_max = empty_row_numbers(problem.query) if problem.return_max else None
-    layout, places = layout_for(problem), problem.places
+    layout, places = problem.lay_out(), problem.places
     return Call(inputs, layout, *numbers, score, problem.seed, codes, row_max, places)
 
 

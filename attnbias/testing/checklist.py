@@ -134,7 +134,9 @@ def checks() -> Iterator[Check]:
 
 def backends_of(device: torch.device | str) -> dict[str, str]:
     """Return why each backend cannot run on a device; "" = it can."""
-    x = torch.zeros(1, 1, 128, 64, device=device)
+    # Some backends for GPUs compute in half precision only, some for CPUs not in every one.
+    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    x = torch.zeros(1, 1, 128, 64, device=device, dtype=dtype)
     problem = Problem(x, x, x, relations.Full())
     return {name: "; ".join(backend.why_not(problem)) for name, backend in dispatch.BACKENDS.items()}
 

@@ -98,7 +98,10 @@ def find_results(
     there = {name: x.detach().to(device) for name, x in leaves_of(problem).items()}
     none = torch.zeros(0)
     size = _sizes(problem, none, none, none)["lse"]
-    row_max = attend(there, return_max=True)[-1]
+    try:
+        row_max = attend(there, return_max=True)[-1]
+    except NotImplementedError:  # the backend has none
+        return results
     assert row_max is not None
     results["max"] = compare_max(problem, row_max.cpu(), size)
     return results

@@ -82,7 +82,7 @@ def test_use_backend_holds_for_its_thread_only():
 
 
 def test_use_backend_refuses_unknown_names():
-    words = "use_backend: wanted one of 'sdpa', 'triton', 'cpu', 'rows', 'reference', got 'fast'"
+    words = "use_backend: wanted one of 'sdpa', 'triton', 'cudnn', 'cpu', 'rows', 'reference', got 'fast'"
     with pytest.raises(ValueError, match=f"^{words}$"):
         ab.use_backend("fast")
 
@@ -103,7 +103,7 @@ def test_environment_names_a_backend(monkeypatch):
 
 
 def test_environment_with_an_unknown_name():
-    words = "ATTNBIAS_BACKEND: wanted one of 'sdpa', 'triton', 'cpu', 'rows', 'reference', got 'no'"
+    words = "ATTNBIAS_BACKEND: wanted one of 'sdpa', 'triton', 'cudnn', 'cpu', 'rows', 'reference', got 'no'"
     token = dispatch._asked.set("no")
     try:
         with pytest.raises(ValueError, match=f"^{words}$"):

@@ -35,6 +35,8 @@ def test_explanation_reads_as_a_table():
         "not     sdpa: relation: only Full() and Causal(), not as a layout; "
         "it is the default only on CUDA devices\n"
         "not     triton: device: only CUDA, got cpu\n"
+        "not     cudnn: device: only CUDA, got cpu; "
+        "it runs only when asked for by name: no GPU has run it yet\n"
         "not     rows: it could run this, but 'cpu' was chosen\n"
         "not     reference: it could run this, but 'cpu' was chosen\n"
         f"tiles   {stats.tiles_full} full, {stats.tiles_partial} partial, of {stats.tile}\n"
@@ -58,7 +60,7 @@ def test_explanation_is_frozen_and_holds_the_numbers():
     explanation = ab.explain(*inputs(), ab.Window(before=3), backend="rows")
     assert explanation.backend == "rows"
     assert explanation.layout == ab.Window(before=3).layout(100, 100).stats()
-    assert set(explanation.others) == {"sdpa", "cpu", "triton", "reference"}
+    assert set(explanation.others) == {"sdpa", "cpu", "triton", "cudnn", "reference"}
     with pytest.raises(dataclasses.FrozenInstanceError):
         explanation.backend = "other"
 
