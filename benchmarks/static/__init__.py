@@ -9,9 +9,9 @@ Figures are of three kinds, and every one is printed with its kind:
 None of them is a time, and no ratio of them a speed-up.
 
 ``ours`` and ``flex`` compile the two sides, ``edges`` and ``levels`` our kernels of edges and of multi-level
-scores. ``sass`` reads machine code, ``flow`` finds its loops, ``issue`` models how it is issued on the GPUs
-of ``arch``, ``work`` counts multiply-adds. ``count`` runs all of it, ``figures`` names and keeps the results,
-``table`` prints them, ``gate`` compares them with floors and with those in counts.json. ``whole_table``
-checks every row of the configuration table, and compares it with those in whole_table.json. ``options``
-counts what options add to the loops.
+scores, ``options`` those with ALiBi, relative biases, softcap and dropout. ``sass`` reads machine code,
+``flow`` finds its loops, ``issue`` models how it is issued on the GPUs of ``arch``, ``work`` counts
+multiply-adds. ``count`` runs all of it, ``figures`` names and keeps the results, ``table`` prints them,
+``gate`` compares them with floors and with those in counts.json. ``whole_table``
+checks every row of the configuration table, and compares it with those in whole_table.json.
 """

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from . import edges, gate, levels, table, whole_table, work
+from . import options as with_options
 from .arch import ARCH
 from .count import count, names, versions
 from .figures import STORE, Rows, read, rows_of, store
@@ -64,21 +65,23 @@ def main() -> None:
     table.show(found.ours, found.peer, version)
     edges.show(found.edges)
     levels.show(found.levels)
+    with_options.show(found.options)
     table.show_work(works)
 
-    our_name, peer_name, edge_name, level_name = names()
+    our_name, peer_name, edge_name, level_name, option_name = names()
     counted = {
         our_name: rows_of(found.ours),
         peer_name: rows_of(found.peer),
         edge_name: {x.name: x._asdict() for x in found.edges},
         level_name: {x.name: x._asdict() for x in found.levels},
+        option_name: {x.name: x._asdict() for x in found.options},
     }
     if options.store:
         kept = {name: _stored(name, options, False) | now for name, now in counted.items()}
         store(kept, options.counts)
     faults = gate.broken_floors(found.ours, found.peer, version) + edges.broken_floors(found.edges, version)
-    faults += levels.broken_floors(found.levels)
-    for name in (our_name, edge_name, level_name):
+    faults += levels.broken_floors(found.levels) + with_options.broken_limits(found.options)
+    for name in (our_name, edge_name, level_name, option_name):
         before = _stored(name, options, True)
         faults += gate.worse(counted[name], before)
         if not before:

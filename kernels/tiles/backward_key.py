@@ -13,7 +13,7 @@ from .chunks import add_products, fetch, load_own, own_prefix, score, store_sums
 from .extras import PLAIN, Extras
 from .levels import add_mixed, divide_by_depths, score_mixed
 from .row_sums import PADDING
-from .terms import Dropout, add_terms, inside, keep_tile
+from .terms import Dropout, add_terms, drop_pairs, inside, keep_words
 from .tile import LOG2E, head_of, load_values, mask, store_rows
 from .walk import (
     NUMBERS,
@@ -49,6 +49,10 @@ def _walk_queries(
             following = find_tile(walk.lists, t + 1, ROWS, SPEC)
         else:
             j = find_tile(walk.lists, t, ROWS, SPEC)
+        start = start_of(queries.positions, queries.start, j * ROWS, queries.length)
+        if SPEC.has.dropout:
+            at = j * ROWS + rows, start, own.first + own.start, j
+            kept = keep_words(walk.drop, queries.b, walk.h, *at, SPEC.cols, SPEC)
         # s is [cols, rows]: transposed, as the patterns are. Levels score first: their loops hold less then.
         if MIXED:
             tile = tile_of(queries, j, rows)
@@ -62,7 +66,6 @@ def _walk_queries(
         if not SPEC.has.levels:
             s = score(k, q, stretch.inner, LOOP, SPEC)
         x = s
-        start = start_of(queries.positions, queries.start, j * ROWS, queries.length)
         if SPEC.has.terms:
             near = (inside(j * ROWS, rows, queries.length) if PARTIAL else rows)[None, :]
             cols = inside(own.first, own.rows, own.length)[:, None]
@@ -72,17 +75,13 @@ def _walk_queries(
         p = tl.math.exp2(x * stretch.c - tile_lse2[None, :])
         if PARTIAL:
             p = mask(p, walk.lists, t, own.rows, rows, 0.0, ROWS, SPEC)
-        if SPEC.has.dropout:
-            first = own.first + own.start
-            kept = keep_tile(walk.drop, queries.b, walk.h, j * ROWS + rows, start, first, SPEC.cols)
-            kept = tl.trans(kept)
         if SPEC.has.dv:
-            dropped = tl.where(kept, p, 0.0) if SPEC.has.dropout else p
+            dropped = drop_pairs(p, kept, own.rows[:, None], 1, 0, SPEC) if SPEC.has.dropout else p
             dv = tl.dot(dropped.to(grad.dtype), grad, dv, input_precision=SPEC.precision)
         if SPEC.has.dk or SPEC.has.d_key_bias:
             dp = tl.dot(v, grad.T, input_precision=SPEC.precision)
             if SPEC.has.dropout:
-                dp = tl.where(kept, dp * walk.drop.regrow, 0.0)
+                dp = drop_pairs(dp, kept, own.rows[:, None], 1, 0, SPEC) * walk.drop.regrow
             if SPEC.has.per_pair and not PARTIAL and not SPEC.has.terms:
                 ds = p * (dp * stretch.depth_factor - (tile_delta * stretch.depth_factor)[None, :])
             else:

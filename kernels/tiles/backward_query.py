@@ -19,7 +19,7 @@ from .extras import PLAIN, Extras
 from .levels import add_mixed, divide_by_depths, score_mixed
 from .row_sums import PADDING
 from .term_grads import NO_ROOM, TermGrads, store_diagonals, store_pairs, store_tile
-from .terms import Dropout, add_terms, inside, keep_tile
+from .terms import Dropout, add_terms, drop_pairs, inside, keep_words
 from .tile import LOG2E, head_of, load_values, mask, mask_half
 from .walk import (
     NUMBERS,
@@ -53,6 +53,10 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, room, line, LOOP: tl.con
             following = find_tile(walk.lists, t + 1, COLS, SPEC)
         else:
             j = find_tile(walk.lists, t, COLS, SPEC)
+        start = start_of(keys.positions, keys.start, j * COLS, keys.length)
+        if SPEC.has.dropout:
+            at = own.first + own.rows, own.start, j * COLS + start, j
+            kept = keep_words(walk.drop, keys.b, walk.h, *at, COLS, SPEC)
         # k before v: ptxas keeps the order of the loads. Levels score first: their loops hold less then.
         if MIXED:
             tile = tile_of(keys, j, cols)
@@ -65,7 +69,6 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, room, line, LOOP: tl.con
         if not SPEC.has.levels:
             s = score(q, k, stretch.inner, LOOP, SPEC)
         x = s
-        start = start_of(keys.positions, keys.start, j * COLS, keys.length)
         if SPEC.has.terms:
             rows = inside(own.first, own.rows, own.length)[:, None]
             near = (inside(j * COLS, cols, keys.length) if PARTIAL else cols)[None, :]
@@ -77,9 +80,7 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, room, line, LOOP: tl.con
             p = mask(p, walk.lists, t, own.rows, cols, 0.0, COLS, SPEC)
         dp = tl.dot(grad, v.T, input_precision=SPEC.precision)
         if SPEC.has.dropout:
-            rows = own.first + own.rows
-            kept = keep_tile(walk.drop, keys.b, walk.h, rows, own.start, j * COLS + start, COLS)
-            dp = tl.where(kept, dp * walk.drop.regrow, 0.0)
+            dp = drop_pairs(dp, kept, cols[None, :], 0, SPEC.shift, SPEC) * walk.drop.regrow
         # The gradients of terms are without the factor of the depth.
         if SPEC.has.per_pair and not PARTIAL and not SPEC.has.terms:
             ds = p * (dp * stretch.depth_factor - (delta * stretch.depth_factor)[:, None])

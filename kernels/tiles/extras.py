@@ -64,7 +64,7 @@ def score_unit(scale: float, softcap: float) -> float:
 
 
 def least_score(c: float) -> float:
-    """Return what is below every score and term over c; times c, or a number of levels, it is still finite."""
+    """Return what is below every score and term over c; times c, or some levels, it is still finite."""
     return -1e36 / max(c, 1.0)
 
 

@@ -12,7 +12,7 @@ from ..records import Lists
 from .chunks import fetch, load_own, own_prefix, score
 from .extras import PLAIN, Extras, least_score
 from .levels import score_mixed
-from .terms import Dropout, add_terms, inside, keep_tile
+from .terms import Dropout, add_terms, drop_pairs, inside, keep_words
 from .tile import (
     LN2,
     LOG2E,
@@ -45,10 +45,10 @@ from .walk import (
 
 
 @triton.jit
-def _accumulate(acc, m, total, s, v, cols, c, walk, first, SPEC: tl.constexpr):
+def _accumulate(acc, m, total, s, v, cols, c, kept, SPEC: tl.constexpr):
     """Add a tile of scores and values to a softmax: sum of weights * v, maximum, sum of weights.
 
-    The keys are those from position ``first`` on. Dropout does not change the sum of weights.
+    Dropout does not change the sum of weights; ``kept`` comes from ``keep_words``.
     """
     top = tl.maximum(m, tl.max(s, 1))
     shrink = tl.math.exp2((m - top) * c)  # not m * c - top * c: fused, that is not 0 when m == top
@@ -64,9 +64,7 @@ def _accumulate(acc, m, total, s, v, cols, c, walk, first, SPEC: tl.constexpr):
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
     if SPEC.has.dropout:
-        own = walk.own
-        kept = keep_tile(walk.drop, walk.d_side.b, walk.h, own.first + own.rows, own.start, first, p.shape[1])
-        p = tl.where(kept, p, 0.0)
+        p = drop_pairs(p, kept, cols[None, :], 0, SPEC.shift, SPEC)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=SPEC.precision)
     return acc, top, total
 
@@ -89,13 +87,17 @@ def _walk_keys(acc, m, total, q, walk, stretch, LOOP: tl.constexpr, SPEC: tl.con
             following = find_tile(walk.lists, t + 1, COLS, SPEC)
         else:
             j = find_tile(walk.lists, t, COLS, SPEC)
+        start = start_of(keys.positions, keys.start, j * COLS, keys.length)
+        kept = ()
+        if SPEC.has.dropout:
+            at = own.first + own.rows, own.start, j * COLS + start, j
+            kept = keep_words(walk.drop, keys.b, walk.h, *at, COLS, SPEC)
         if MIXED:
             s, _ = score_mixed(own, tile_of(keys, j, cols), walk.table, stretch.inner, SPEC)
         else:
             s = score(q, fetch(keys, j, cols, LOOP, SPEC), stretch.inner, LOOP, SPEC)
         v = fetch_values(walk.e_side, j, cols, PARTIAL, SPEC)
         c = stretch.c
-        start = start_of(keys.positions, keys.start, j * COLS, keys.length)
         if SPEC.has.terms:
             rows = inside(own.first, own.rows, own.length)[:, None]
             near = (inside(j * COLS, cols, keys.length) if PARTIAL else cols)[None, :]
@@ -104,7 +106,7 @@ def _walk_keys(acc, m, total, q, walk, stretch, LOOP: tl.constexpr, SPEC: tl.con
             s = add_terms(s, LOG2E / c, walk.terms, keys.b, walk.h, *at, SPEC)
         if PARTIAL:
             s = mask(s, walk.lists, t, own.rows, cols, -float("inf"), COLS, SPEC)
-        acc, m, total = _accumulate(acc, m, total, s, v, cols, c, walk, j * COLS + start, SPEC)
+        acc, m, total = _accumulate(acc, m, total, s, v, cols, c, kept, SPEC)
         if SPEC.ahead:
             j = following
     return acc, m, total

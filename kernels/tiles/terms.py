@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..records import NO_PLACES, Places, Strided
-from .tile import head_of
+from .tile import head_of, select
 
 
 class PairPart(NamedTuple):
@@ -73,7 +73,7 @@ def add_terms(s, rate, terms, b, h, row, rows, col, cols, q_len, shift, SPEC: tl
 def read(at, SPEC: tl.constexpr):
     """Load float32 numbers by pointers, in the layout of whoever uses them.
 
-    tl.load would take neighbours in one thread and bring them to the layout of a product through shared memory.
+    tl.load would take neighbours in one thread, then bring them to that layout through shared memory.
     """
     if SPEC.ptx:
         x = tl.inline_asm_elementwise(
@@ -91,17 +91,106 @@ def inside(first, rows, length):
 
 
 @triton.jit
-def keep_tile(drop, b, h, rows, start, first, COLS: tl.constexpr):
-    """Say which pairs of rows [R] and the COLS keys from ``first`` on survive dropout: bool [R, COLS].
+def keep_words(drop, b, h, rows, start, first, j, COLS: tl.constexpr, SPEC: tl.constexpr):
+    """Say which pairs of rows [R] and the COLS keys from ``first`` on survive dropout: a bit for each.
 
-    The rows stand at position ``rows + start``, and ``first`` is a position. Four keys share the words of
-    one Philox block.
+    The rows stand at position ``rows + start``, and ``first`` is a position, of the walked tile j. Four keys
+    share the words of one Philox block. One thread computes the blocks of a word: words are few enough to be
+    brought to the layout of a product.
+
+    Returns:
+        A tuple of words [R], int32: key c has bit c % 32 of the word at c // 32.
     """
-    blocks = first // 4 + tl.arange(0, COLS // 4)
+    R: tl.constexpr = rows.shape[0]
+    WIDTH: tl.constexpr = 32 if COLS > 32 else COLS
+    groups = (tl.arange(0, COLS // WIDTH) * (WIDTH // 4))[None, None, :]
+    start, first = _changing(start, j, SPEC), _changing(first, j, SPEC)
+    row = (rows + start)[None, :, None]
     h, b = _counted(drop, h, b)
-    w0, w1, w2, w3 = tl.philox(drop.seed, blocks[None, :], (rows + start)[:, None], h, b, n_rounds=7)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [R, COLS / 4, 2, 2]
-    return tl.reshape(words, [rows.shape[0], COLS]) > drop.above.to(tl.uint32)
+    bits = row * 0 + groups * 0
+    for n in tl.static_range(WIDTH // 4):
+        w0, w1, w2, w3 = _encrypt(drop.seed, first // 4 + groups + n, row, h, b)
+        bits = _add_bit(bits, w0, drop.above, 1 << (4 * n), SPEC)
+        bits = _add_bit(bits, w1, drop.above, 2 << (4 * n), SPEC)
+        bits = _add_bit(bits, w2, drop.above, 4 << (4 * n), SPEC)
+        bits = _add_bit(bits, w3, drop.above, 8 << (4 * n) if n < 7 else -(1 << 31), SPEC)
+    # A sum of one number each. Triton cannot infer a layout for it from that of the product; it would repeat
+    # all of the above in every thread that reads a word.
+    words = tl.sum(bits, 0)
+    if COLS <= 32:
+        parts = (tl.reshape(words, [R]),)
+    elif COLS == 64:
+        parts = tl.split(words)
+    else:
+        even, odd = tl.split(tl.reshape(words, [R, 2, 2]))
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+        parts = (w0, w1, w2, w3)
+    return parts
+
+
+@triton.jit
+def _encrypt(seed, c0, c1, c2, c3):
+    """Encrypt a counter by Philox4x32-7: four uint32 of shapes that broadcast.
+
+    tl.philox takes two instructions for the halves of a product.
+    """
+    k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c0, c1 = c0.to(tl.uint32, bitcast=True), c1.to(tl.uint32, bitcast=True)
+    c2, c3 = c2.to(tl.uint32), c3.to(tl.uint32)
+    for _ in tl.static_range(7):
+        left, right = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (right >> 32).to(tl.uint32) ^ c1 ^ k0, (left >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = right.to(tl.uint32), left.to(tl.uint32)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _changing(x, j, SPEC: tl.constexpr):
+    """Return the number x, which does not depend on the j of a loop, as if it did.
+
+    What follows from x stays in the loop then. Moved out of it, it takes more registers than there are.
+    """
+    if SPEC.ptx:
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r,r", [x, j], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return x
+
+
+@triton.jit
+def _add_bit(bits, word, above, BIT: tl.constexpr, SPEC: tl.constexpr):
+    """Return bits, BIT among them where a word is greater than ``above``."""
+    if SPEC.ptx:
+        y = tl.inline_asm_elementwise(
+            "{.reg .pred p; .reg .b32 t; mov.b32 t, $1; setp.gt.u32 p, $2, $3; @p or.b32 t, t, $4;"
+            "mov.b32 $0, t;}",
+            "=r,r,r,r,r",
+            [bits, word, above, BIT],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        y = tl.where(word > above.to(tl.uint32), bits | BIT, bits)
+    return y
+
+
+@triton.jit
+def drop_pairs(x, words, keys, AXIS: tl.constexpr, SHIFT: tl.constexpr, SPEC: tl.constexpr):
+    """Return x of the pairs that are kept, and 0 elsewhere.
+
+    ``words`` come from keep_words, ``keys`` are the numbers of the keys in the tile, [1, COLS] or [COLS, 1]
+    as they lie in x, whose rows are along the other axis, AXIS; SHIFT is as in ``tile.pattern_words``.
+    """
+    at = keys & SHIFT
+    w = tl.expand_dims(words[0], 1 - AXIS) >> at
+    for group in tl.static_range(1, len(words)):
+        w = tl.where(keys < 32 * group, w, tl.expand_dims(words[group], 1 - AXIS) >> at)
+    bit = tl.broadcast_to(1 << (keys & (31 - SHIFT)), x.shape)
+    return select(x, tl.broadcast_to(w, x.shape), bit, 0.0, SPEC)
 
 
 @triton.jit

@@ -130,13 +130,19 @@ def pattern_words(lists, t, rows, cols, COLS: tl.constexpr, SHIFT: tl.constexpr,
 
 @triton.jit
 def mask(x, lists, t, rows, cols, other, COLS: tl.constexpr, SPEC: tl.constexpr):
-    """Return float32 x [rows, cols] where the pattern has a bit, and ``other`` elsewhere.
+    """Return float32 x [rows, cols] where the pattern has a bit, and ``other`` elsewhere."""
+    w = pattern_words(lists, t, rows, cols, COLS, SPEC.shift, SPEC)
+    bit = tl.broadcast_to((1 << (cols & (31 - SPEC.shift)))[None, :], x.shape)
+    return select(x, w, bit, other, SPEC)
+
+
+@triton.jit
+def select(x, w, bit, other, SPEC: tl.constexpr):
+    """Return float32 x where the word w has the bit, and ``other`` elsewhere.
 
     From tl.where LLVM makes 2.5 times the instructions: it packs the booleans into words and unpacks them.
     PTX prevents that; the interpreter has no PTX.
     """
-    w = pattern_words(lists, t, rows, cols, COLS, SPEC.shift, SPEC)
-    bit = tl.broadcast_to((1 << (cols & (31 - SPEC.shift)))[None, :], x.shape)
     if SPEC.ptx:
         y = tl.inline_asm_elementwise(
             "{.reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, $4, p;}",

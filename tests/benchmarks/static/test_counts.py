@@ -205,8 +205,8 @@ def test_the_gate_fails_on_doctored_counts(stored, is_doctored, tmp_path, monkey
     path = tmp_path / "counts.json"
     figures.store({OURS: rows_of(before), PEER: rows_of(peer)}, path)
     monkeypatch.setattr(command, "versions", lambda: ("2.13.0", "3.7.1"))
-    monkeypatch.setattr(command, "names", lambda: (OURS, PEER, "edges", "levels"))
-    monkeypatch.setattr(command, "count", lambda *options: Counts(*stored, [], []))
+    monkeypatch.setattr(command, "names", lambda: (OURS, PEER, "edges", "levels", "options"))
+    monkeypatch.setattr(command, "count", lambda *options: Counts(*stored, [], [], []))
     monkeypatch.setattr(work, "cases", list)
     monkeypatch.setattr(sys, "argv", ["static", "--gate", "--counts", str(path)])
     if not is_doctored:
