@@ -30,6 +30,7 @@ class Kept:
     is_trusted = False  # the lists were made by the builder, or validated: kernels may follow them
     fields: Fields[Tensor] | None = None
     edge_numbers: int | None = None
+    longest: tuple[int, int] | None = None
 
     def __init__(self, buffer: Tensor, where: Tensor) -> None:
         self.where = where
@@ -188,7 +189,20 @@ class Record:
             kept.edge_numbers = int(self.fields.edge_id.max()) + 1 if kept.header.edges else 0
         return kept.edge_numbers
 
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most edges of a row and of a column; counted once: that waits for a GPU."""
+        kept = self.kept
+        if kept.longest is None:
+            ptrs = (self.fields.edge_ptr, self.fields.col_ptr) if kept.header.edges else ()
+            row, column = torch.stack([x.diff().max() for x in ptrs]).tolist() if ptrs else (0, 0)
+            kept.longest = row, column
+        return kept.longest
+
     def to(self, device: torch.device | str) -> Self:
         """Return the same layout on another device."""
         moved = type(self)(self.buffer.to(device), self.where)
-        return moved.trust() if self.is_trusted else moved
+        if not self.is_trusted:
+            return moved
+        moved.kept.longest = self.longest  # counted where nothing waits, while it is on the host
+        return moved.trust()

@@ -287,6 +287,7 @@ def _lists(layout: Layout) -> tuple[Lists, Lists, EdgeLists]:
         edges = EdgeLists(
             *(f.group, f.edge_ptr, f.edge_key, f.edge_id, f.col_ptr, f.col_query, f.col_edge),
             kept.header.groups,
+            layout.longest,
         )
         found = kept.prepared[name] = by_query, by_key, edges
     return found
