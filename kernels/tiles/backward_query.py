@@ -229,8 +229,8 @@ def tiles_backward_query(
     diagonals: list[Diagonals] = []
 
     def make_slots(spec: Spec) -> dict[str, Any]:
-        diagonals[:] = [Diagonals(lists, spec, B, H, Q, K)] if needs_relative else []
-        return {"slots": diagonals[0].slots if diagonals else None}
+        diagonals[:] = [Diagonals(lists, spec, B, H, Q, K)]
+        return {"slots": diagonals[0].slots}
 
     launch(
         backward_query_kernel,
@@ -239,10 +239,11 @@ def tiles_backward_query(
         lists,
         {"q": q, "k": k, "v": v, "grad_out": grad_out, "dq": dq},
         extras.present(scale, softcap),
-        by_spec=make_slots,
+        by_spec=make_slots if needs_relative else None,
         lse2=lse2,
         delta=delta,
         d_pairs=d_pairs,
+        slots=None,
         scale=scale,
         **extras.arguments(scale, softcap),
     )
