@@ -17,6 +17,8 @@ def empty_like_query(query: Tensor, size: int) -> Tensor:
         >>> out.shape, out.transpose(1, 2).is_contiguous()
         (torch.Size([2, 3, 5, 4]), True)
     """
+    if type(query) is Tensor and query.is_contiguous():  # not while tracing; the rest takes 10 us longer
+        return query.new_empty((*query.shape[:3], size))
     rows = torch.empty_like(query[..., 0], device="meta")  # torch's own rule orders the strides
     strides = [stride * size for stride in rows.stride()]
     return query.new_empty_strided((*rows.shape, size), (*strides, 1))

@@ -72,7 +72,8 @@ def build_layout(
         pairs = relation.list_pairs(q_len, k_len, start, batch, heads)
         if pairs is not None:
             made = lay_out(pairs, q_len, k_len, q_start=start, form=form, tile=tile, costs=costs)
-            return made.trust().to(device)
+            made.trust().longest  # noqa: B018 - counted now, so that no call waits for it
+            return made.to(device)
         if form != "edges" and not relation._is_on_host:
             at = Place(q_len, k_len, start, batch, heads, str(device))
             outlined = _outlined(relation, at, tile, None)

@@ -32,6 +32,7 @@ class Kept:
     fields: Fields[Tensor] | None = None
     edge_numbers: int | None = None
     used_tiles: int | None = None
+    longest: tuple[int, int] | None = None
     made: Made | None = None  # of a layout in a cache
 
     def __init__(self, buffer: Tensor, where: Tensor) -> None:
@@ -208,11 +209,23 @@ class Record:
         used = header.tiles if kept.used_tiles is None else kept.used_tiles
         return used * (batch * heads // max(cells, 1))
 
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most edges of a row and of a column; counted once: that waits for a GPU."""
+        kept = self.kept
+        if kept.longest is None:
+            ptrs = (self.fields.edge_ptr, self.fields.col_ptr) if kept.header.edges else ()
+            row, column = torch.stack([x.diff().max() for x in ptrs]).tolist() if ptrs else (0, 0)
+            kept.longest = row, column
+        return kept.longest
+
     def to(self, device: torch.device | str) -> Self:
         """Return the same layout on another device."""
         moved = type(self)(self.buffer.to(device), self.where)
         if not self.is_trusted:
             return moved
-        self.listed(self.batch, self.heads)  # found where nothing waits, while it is on the host
+        # Counted where nothing waits, while it is on the host.
+        self.listed(self.batch, self.heads)
         moved.kept.used_tiles = self.kept.used_tiles
+        moved.kept.longest = self.longest
         return moved.trust()

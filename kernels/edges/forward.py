@@ -191,9 +191,9 @@ def edges_forward(
     to_max = launch.result(row_max, None)
     shape = launch.shape
     is_plain = how.is_plain and start is None and row_max is None and shape[:2] == shape[2:4]
-    most = {"maxnreg": registers(shape, query.dtype)} if is_plain else {}
     launch.run(
         edge_forward,
+        registers(shape, query.dtype) if is_plain else None,
         q=strided(query, align),
         k=strided(key, align),
         v=strided(value, align),
@@ -204,6 +204,5 @@ def edges_forward(
         heads_per_key=query.shape[1] // key.shape[1],
         ALIGN=align,
         **how.arguments(lists),
-        **most,
     )
     launch.merge(to, align, to_lse, sink, to_max)

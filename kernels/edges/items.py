@@ -37,7 +37,7 @@ class Side(NamedTuple):
 
     items: Items
     cuts: Items  # the rows that were cut, each with its range of slots
-    slots: int  # of pieces, to keep room for; 0 = no row can be that long
+    slots: int  # of pieces, to keep room for; 0 = no row is that long
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +55,7 @@ class EdgeLists:
     col_query: Tensor  # int32 [edges]
     col_edge: Tensor  # int32 [edges]
     groups: int
+    longest: tuple[int, int]  # the most edges of a query and of a key; more is allowed
 
     @property
     def edges(self) -> int:
@@ -93,12 +94,14 @@ class EdgeLists:
     @cached_property
     def by_query(self) -> Side:
         """Items over (cell, query)."""
-        return cut_rows(self.edge_ptr, self.group, self._length(self.edge_ptr), self.places)
+        length = self._length(self.edge_ptr)
+        return cut_rows(self.edge_ptr, self.group, length, self.places, self.longest[0])
 
     @cached_property
     def by_key(self) -> Side:
         """Items over (cell, key)."""
-        return cut_rows(self.col_ptr, self.group, self._length(self.col_ptr), self.places)
+        length = self._length(self.col_ptr)
+        return cut_rows(self.col_ptr, self.group, length, self.places, self.longest[1])
 
     @cached_property
     def _edges_of_cells(self) -> Tensor:
@@ -109,7 +112,7 @@ class EdgeLists:
         return (ptr.shape[0] - 1) // self.groups
 
 
-def cut_rows(ptr: Tensor, group: Tensor, length: int, places: int, piece: int = PIECE) -> Side:
+def cut_rows(ptr: Tensor, group: Tensor, length: int, places: int, longest: int, piece: int = PIECE) -> Side:
     """List the items of all cells, those of most steps first, and the rows that were cut.
 
     Args:
@@ -117,11 +120,12 @@ def cut_rows(ptr: Tensor, group: Tensor, length: int, places: int, piece: int = 
         group: int32 [batch, heads].
         length: rows of a group.
         places: edges of all cells together.
+        longest: the most edges of a row, or more.
         piece: edges of an item, at most.
 
     Example:
         >>> ptr = torch.tensor([0, 1, 1, 8], dtype=torch.int32)
-        >>> items, cuts, pieces = cut_rows(ptr, torch.zeros(1, 1, dtype=torch.int32), 3, 8, piece=5)
+        >>> items, cuts, pieces = cut_rows(ptr, torch.zeros(1, 1, dtype=torch.int32), 3, 8, 7, piece=5)
         >>> items.row.tolist(), items.begin.tolist(), items.end.tolist(), items.slot.tolist()
         ([2, 0, 2, 1], [1, 0, 6, 1], [6, 1, 8, 1], [0, -1, 1, -1])
         >>> cuts.row.tolist(), cuts.begin.tolist(), cuts.end.tolist()
@@ -133,7 +137,7 @@ def cut_rows(ptr: Tensor, group: Tensor, length: int, places: int, piece: int = 
     begin, end = ptr[at], ptr[at + 1]
     cell = torch.arange(cells, device=device).repeat_interleave(length, output_size=cells * length)
     row = inside.repeat(cells)
-    many = places // (piece + 1)  # rows of more than a piece, at most
+    many = places // (piece + 1) if longest > piece else 0  # rows of more than a piece, at most
     if not many:
         slot = torch.full_like(row, -1)
         return Side(Items(*_in_order(cell, row, begin, end, slot)), Items(*(row[:0].int(),) * 4), 0)

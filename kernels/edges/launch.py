@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch.plans import launch_with
 from ..records import Strided
 from ..tiles.terms import NO_DROPOUT, Dropout
 from ..tiles.tile import LN2, LOG2E
@@ -169,6 +171,7 @@ class Shape(NamedTuple):
     STEP: int = STEP  # edges of an item at once
 
 
+@functools.lru_cache(maxsize=1024)
 def choose_shape(heads: int, D: int, E: int, item_size: int) -> Shape:
     """Divide the heads of a cell, D and E columns of item_size bytes, over programs of one warp.
 
@@ -216,10 +219,15 @@ def strided(x: Tensor | None, align: int = 1) -> Strided:
 
 
 def _in_sixteenths(x: Tensor, strides: tuple[int, ...], align: int, heads: int, size: int = 1) -> Strided:
+    return Strided(x, *_steps(strides, align, heads, size))
+
+
+@functools.lru_cache(maxsize=1024)
+def _steps(strides: tuple[int, ...], align: int, heads: int, size: int) -> tuple[Any, ...]:
     batch, head, node = strides
     is_fixed = node % size == 0 and node <= 3 * heads * size
     step = tl.constexpr(node // align) if is_fixed else node // align
-    return Strided(x, batch // align * 16, head // align * 16, step)
+    return batch // align * 16, head // align * 16, step
 
 
 def _strided_bias(bias: Tensor | None) -> Strided:
@@ -279,20 +287,27 @@ class Launch(NamedTuple):
         part = torch.empty((lines, *x.shape[3:]), dtype=torch.float32, device=x.device)
         return Result(strided(x, align), strided(start), part)
 
-    def run(self, kernel: Any, **arguments: Any) -> None:
+    def run(self, kernel: Any, maxnreg: int | None = None, **arguments: Any) -> None:
         """Launch a kernel over the items, as often as its grid has not enough places for the cells."""
         count = self.items.row.shape[0]
         programs = triton.cdiv(count, self.shape.LANES)
+        arguments["items"] = self.items
+        numbers = {
+            "item_count": count,
+            "slots": self.slots,
+            "first_cell": 0,
+            "cell_heads": self.cell_heads,
+            "SHAPE": self.shape,
+        }
         for first in range(0, self.cells, MOST_CELLS):
-            kernel[programs, min(MOST_CELLS, self.cells - first)](
-                items=self.items,
-                item_count=count,
-                slots=self.slots,
-                first_cell=first,
-                cell_heads=self.cell_heads,
-                SHAPE=self.shape,
-                **arguments,
+            numbers["first_cell"] = first
+            launch_with(
+                kernel,
+                (programs, min(MOST_CELLS, self.cells - first)),
+                numbers.copy(),
+                arguments,
                 **OPTIONS,
+                **({} if maxnreg is None else {"maxnreg": maxnreg}),
             )
 
     def merge(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..records import Lists, Strided
-from .config import Chunk, Config, Pass, Present, Spec, Target, candidates
+from .config import VARIABLE, Chunk, Config, Pass, Present, Spec, Target, candidates
+from .plans import PLANS, Given, Hole, Planned, TileHole, surroundings, with_holes
 
 WIDE_ROW = 1 << 23  # a row stride from which 128 rows need offsets of more than 32 bits
 # The tensors [B, H, L, D] and [B, H, L, E] whose tiles the loops of a pass fetch.
@@ -49,57 +50,109 @@ def launch(
         lines: run for so many heads of batches; None: for all.
         arguments: the others, by name.
     """
-    (batch, q_heads, q_len, _), (_, k_heads, k_len, _) = tensors["q"].shape, tensors["k"].shape
-    d_side, e_side = _WALKED[which]
-    first, second = tensors[d_side], tensors[e_side]
-    sizes = first.shape[3], second.shape[3], lists.size
-    strided = {name: Strided.of(x) for name, x in tensors.items()}
-    is_wide = max([x.at for x in strided.values()]) >= WIDE_ROW
-    heads = k_heads if which == "backward_key" else q_heads  # of the own side
-    choices = candidates(target, which, first.dtype, *sizes, present.levels > 0)
-    key = which, target, first.dtype, first.device, sizes, present
-    for i in range(_fitting.get(key, 0), len(choices)):
-        config = choices[i]
-        own, walked = (config.cols, config.rows) if which == "backward_key" else (config.rows, config.cols)
-        # Levels read parts of rows.
-        tma = (
-            config.tma
-            and not present.levels
-            and not config.chunk
-            and _can_describe(first)
-            and _can_describe(second)
-        )
-        strides = (strided[d_side].at, strided[e_side].at) if config.fixed else (0, 0)
-        spec = _spec(config, which, target, sizes, strides, is_wide, tma, precision(first.dtype), present)
-        if by_spec is not None:
-            arguments |= by_spec(spec)
-        of_lines = batch * heads if lines is None else lines
-        programs = of_lines * lists.ptr.shape[1] * (lists.size // own)
+    _notice_changes()
+    around = surroundings(kernel)
+    own = which, target, present, by_spec is None, lines, precision(tensors["q"].dtype), candidates
+    given = Given([around, *own, lists.group.shape, lists.ptr.shape])
+    given.add_shapes(tensors.values())
+    given.add(lists)
+    given.add(arguments.values())
+    if around is not None and PLANS.again(given, by_spec):
+        return
+    sizes = _sizes(which, tensors, lists)
+    dtype, device = tensors["q"].dtype, tensors["q"].device
+    choices = candidates(target, which, dtype, *sizes, present.levels > 0)
+    place = which, target, dtype, device, sizes, present
+    for i in range(_fitting.get(place, 0), len(choices)):
+        spec = _choose(choices[i], which, target, lists, tensors, present)
+        planned = _plan(choices[i], spec, which, lists, tensors, arguments, lines)
         try:
-            kernel[programs,](
-                **strided,
-                **arguments,
-                **lists.numbers,
-                lists=lists,
-                d_tiles=_describe(first, walked) if tma else None,
-                e_tiles=_describe(second, walked) if tma else None,
-                heads=heads,
-                heads_per_key=q_heads // k_heads,
-                q_len=q_len,
-                k_len=k_len,
-                SPEC=spec,
-                num_warps=config.warps,
-                num_stages=config.stages,
-                enable_fp_fusion=True,
-            )
+            PLANS.start(kernel, given, planned, by_spec, keep=around is not None)
         except OutOfResources:
             if i + 1 == len(choices):
                 raise
             continue
-        _fitting[key] = i
+        _fitting[place] = i
         return
 
 
+def _sizes(which: Pass, tensors: Mapping[str, Tensor], lists: Lists) -> tuple[int, int, int]:
+    d_side, e_side = _WALKED[which]
+    return tensors[d_side].shape[3], tensors[e_side].shape[3], lists.size
+
+
+def _choose(
+    config: Config,
+    which: Pass,
+    target: Target,
+    lists: Lists,
+    tensors: Mapping[str, Tensor],
+    present: Present,
+) -> Spec:
+    """Return what a kernel is compiled for."""
+    first, second = (tensors[name] for name in _WALKED[which])
+    is_wide = max(x.stride(2) for x in tensors.values()) >= WIDE_ROW
+    # Levels and chunks read parts of rows.
+    may = config.tma and not present.levels and not config.chunk
+    tma = may and _can_describe(first) and _can_describe(second)
+    strides = (first.stride(2), second.stride(2)) if config.fixed else (0, 0)
+    sizes = _sizes(which, tensors, lists)
+    return _spec(config, which, target, sizes, strides, is_wide, tma, precision(first.dtype), present)
+
+
+def _plan(
+    config: Config,
+    spec: Spec,
+    which: Pass,
+    lists: Lists,
+    tensors: Mapping[str, Tensor],
+    arguments: Mapping[str, Any],
+    lines: int | None,
+) -> Planned:
+    """Return a launch in this configuration, with a hole for each tensor: strided ones, lists, others."""
+    (batch, q_heads, q_len, _), (_, k_heads, k_len, _) = tensors["q"].shape, tensors["k"].shape
+    heads = k_heads if which == "backward_key" else q_heads  # of the own side
+    own, walked = (config.cols, config.rows) if which == "backward_key" else (config.rows, config.cols)
+    places = {name: i for i, name in enumerate(tensors)}
+    d_side, e_side = _WALKED[which]
+    hollow, count = with_holes(lists, len(tensors))
+    others, _ = with_holes(tuple(arguments.values()), count)
+    return Planned(
+        ((batch * heads if lines is None else lines) * lists.ptr.shape[1] * (lists.size // own),),
+        {
+            **{name: Strided(Hole(places[name]), *x.stride()[:3]) for name, x in tensors.items()},
+            **dict(zip(arguments, others, strict=True)),
+            **lists.numbers,
+            "lists": hollow,
+            "d_tiles": _describe(tensors[d_side], places[d_side], walked) if spec.tma else None,
+            "e_tiles": _describe(tensors[e_side], places[e_side], walked) if spec.tma else None,
+            "heads": heads,
+            "heads_per_key": q_heads // k_heads,
+            "q_len": q_len,
+            "k_len": k_len,
+            "SPEC": spec,
+        },
+        {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True},
+        spec,
+    )
+
+
+def _notice_changes() -> None:
+    """Look configurations up again where ``ATTNBIAS_TRITON`` is not what it was."""
+    text = os.environ.get(VARIABLE, "")
+    if text != _seen[0]:
+        forget()
+        _seen[0] = text
+
+
+def forget() -> None:
+    """Look configurations up again at the next call, because what they follow from has changed."""
+    candidates.cache_clear()
+    _fitting.clear()
+    PLANS.clear()
+
+
+_seen = [os.environ.get(VARIABLE, "")]
 _fitting: dict[tuple[Any, ...], int] = {}  # place of the configuration that fits
 
 
@@ -190,9 +243,9 @@ def _can_describe(x: Tensor) -> bool:
     return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(steps)
 
 
-def _describe(x: Tensor, rows: int) -> TensorDescriptor:
-    """Make the descriptor of x [B, H, L, D] for tiles of rows; what is past the ends reads as 0."""
+def _describe(x: Tensor, place: int, rows: int) -> TileHole:
+    """Describe x [B, H, L, D] for tiles of rows; what is past the ends reads as 0."""
     size = columns(x.shape[3])
     # The stride of a dimension of size 1 may be anything, and a descriptor takes but multiples of 16 bytes.
     strides = [size if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, size])
+    return TileHole(place, x, [*strides, 1], [1, 1, rows, size])

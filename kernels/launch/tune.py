@@ -151,13 +151,7 @@ def _take(key: str, config: Config | None) -> None:
         tuned().pop(key, None)
     else:
         tuned()[key] = config
-    forget()
-
-
-def forget() -> None:
-    """Look configurations up again at the next call, because what they follow from has changed."""
-    candidates.cache_clear()
-    launch._fitting.clear()
+    launch.forget()
 
 
 @contextmanager
@@ -170,11 +164,11 @@ def changed(text: str) -> Iterator[None]:
     parse_changes(text)
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = text
-    forget()
+    launch.forget()
     try:
         yield
     finally:
         os.environ.pop(VARIABLE)
         if before is not None:
             os.environ[VARIABLE] = before
-        forget()
+        launch.forget()

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch.launch import WIDE_ROW, columns
+from ..launch.plans import launch_with
 from ..records import Strided, round_up
 from .tile import LOG2E, addresses, head_of
 from .walk import Rows
@@ -70,19 +71,25 @@ def row_sums(out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
     length = round_up(Q, PADDING.value)
     delta, lse2 = (out.new_empty((B, H, length), dtype=torch.float32) for _ in range(2))
     rows = 32 if E > 128 else 64
-    delta_kernel[B * H * (length // rows),](
-        out=Strided.of(out),
-        grad_out=Strided.of(grad_out),
-        lse=lse,
-        grad_lse=grad_lse,
-        delta=delta,
-        lse2=lse2,
-        heads=H,
-        q_len=Q,
-        ROWS=rows,
-        SIZE=E,
-        COLUMNS=columns(E),
-        WIDE=max(out.stride(2), grad_out.stride(2)) >= WIDE_ROW,
+    launch_with(
+        delta_kernel,
+        (B * H * (length // rows),),
+        {
+            "heads": H,
+            "q_len": Q,
+            "ROWS": rows,
+            "SIZE": E,
+            "COLUMNS": columns(E),
+            "WIDE": max(out.stride(2), grad_out.stride(2)) >= WIDE_ROW,
+        },
+        {
+            "out": Strided.of(out),
+            "grad_out": Strided.of(grad_out),
+            "lse": lse,
+            "grad_lse": grad_lse,
+            "delta": delta,
+            "lse2": lse2,
+        },
         enable_fp_fusion=True,
     )
     return delta, lse2

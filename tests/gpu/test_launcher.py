@@ -107,3 +107,24 @@ def test_a_step_over_tiles_is_four_launches(cc, descriptors):
     names = [launch.name for launch in gpu.launches]
     assert names == ["forward_kernel", "delta_kernel", "backward_query_kernel", "backward_key_kernel"]
     assert gpu.count("descriptors") == descriptors
+
+
+@pytest.mark.parametrize(
+    ("long", "names"),
+    [
+        ("", ["edge_forward", "edge_rows", "edge_columns"]),
+        ("row", ["edge_forward", "edge_merge", "edge_rows", "edge_merge", "edge_columns"]),
+        ("column", ["edge_forward", "edge_rows", "edge_columns", "edge_merge", "edge_merge"]),
+    ],
+)
+def test_a_step_over_edges_merges_only_where_rows_are_long(long, names):
+    q, k, v = (torch.zeros(1, 2, 300, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    ring = torch.arange(300)
+    index = torch.stack((ring, ring.roll(1)))
+    hub = torch.stack((ring, torch.zeros_like(ring)))
+    more = {"": hub[:, :0], "row": hub, "column": hub.flip(0)}[long]
+    graph = ab.Graph(torch.cat((index, more), 1), num_nodes=300)
+    with fake_gpu(80) as gpu:
+        out = ab.attention(q, k, v, graph, backend="triton")
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    assert [launch.name for launch in gpu.launches] == names

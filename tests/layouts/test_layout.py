@@ -211,6 +211,20 @@ def test_cache_on_a_buffer_is_shared_and_dropped_on_a_change():
     assert again.is_trusted and not ab.Layout(layout.buffer, layout.where.clone()).is_trusted
 
 
+def test_longest_row_and_column_are_known_before_a_move():
+    index = torch.tensor([[0, 1, 2, 3, 3], [4, 4, 4, 4, 5]])
+    layout = ab.Layout.build(ab.Graph(index, num_nodes=9), 9, 9)
+    assert layout.longest == (4, 2)
+    assert layout.kept.header.edges == 5
+    moved = layout.to("meta")  # where nothing can be read
+    assert moved.longest == (4, 2)
+    grouped = ab.PerHead([ab.Graph(index, num_nodes=9), ab.Graph(index.flip(0), num_nodes=9)])
+    assert ab.Layout.build(grouped, 9, 9).longest == (4, 4)
+    assert ab.Layout.build(ab.Causal(), 64, 64, form="tiles").longest == (0, 0)
+    layout.edge_key[0] = 0  # counted again
+    assert layout.kept.longest is None
+
+
 def test_layouts_are_freed_without_the_garbage_collector():
     """A view of the buffer in the buffer's own cache would keep it alive forever."""
     layout = ab.Layout.build(ab.Causal(), 200, 200)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,9 +62,7 @@ def why_not(problem: Problem) -> list[str]:
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Compute out [B, H, Q, E] and lse [B, H, Q]."""
-    from ...kernels.edges.forward import edges_forward
-    from ...kernels.tiles.forward import tiles_forward
-
+    kernels = _kernels()
     query, layout = call.query, call.layout
     out = empty_like_query(query, call.value.shape[3])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -74,15 +73,15 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         query = (query * factors).to(query.dtype)
     inputs = dense_rows(query), dense_rows(call.key), dense_rows(call.value)
     sink = None if call.sink is None else call.sink.float()
-    has_tiles, has_edges = layout.tiles > 0, layout.edges > 0
     by_query, _, edges = _lists(layout)
+    has_tiles, has_edges = by_query.tile.shape[0] > 1, edges.edges > 0
     # The edges go on from the tiles' result, which is not rounded in between; the last one adds the sink.
     partly = torch.empty_like(out, dtype=torch.float32) if has_tiles and has_edges else out
     with _on(query.device):
         if has_tiles or not has_edges:
             last_sink = None if has_edges else sink
             target = _target(query.device)
-            tiles_forward(
+            kernels.tiles_forward(
                 *(*inputs, partly, lse, by_query, target),
                 sink=last_sink,
                 extras=extras,
@@ -91,7 +90,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
             )
         if has_edges:
             start = (partly, lse) if has_tiles else None
-            edges_forward(
+            kernels.edges_forward(
                 *(*inputs, edges, out, lse, _score(call, extras.dropout)),
                 sink=sink,
                 start=start,
@@ -109,8 +108,6 @@ def backward(
     needs: Needs,
 ) -> Grads:
     """Compute the gradients that are needed."""
-    from ...kernels.tiles.row_sums import row_sums
-
     dq, dk, dv = grads = empty_grads(call.inputs[:3], needs[:3])
     parts = terms.Gradients(call, needs)
     if not lse.numel():
@@ -128,7 +125,7 @@ def backward(
     with _on(call.query.device):
         # Layouts of edges only compute them on their way.
         needs_sums = call.layout.tiles > 0 or not call.layout.edges or needs.sink
-        sums = row_sums(out, lse, grad_out, grad_lse) if needs_sums else None
+        sums = _kernels().row_sums(out, lse, grad_out, grad_lse) if needs_sums else None
         _backward(call, out, lse, grad_out, grad_lse, sums, written, parts)
     copy_back(grads, written)
     if needs.sink:
@@ -150,16 +147,12 @@ def _backward(
     parts: terms.Gradients,
 ) -> None:
     """Run the kernels, which write the gradients of query, key and value, and those of the parts."""
-    from ...kernels.edges.rows import edges_backward
-    from ...kernels.tiles.backward_key import tiles_backward_key
-    from ...kernels.tiles.backward_query import tiles_backward_query
-
-    layout = call.layout
+    kernels, layout = _kernels(), call.layout
     (extras, factors), numbers = _extras(call), _numbers(call)
     query = call.query if factors is None else (call.query * factors).to(call.query.dtype)
     inputs = dense_rows(query), dense_rows(call.key), dense_rows(call.value)
     by_query, by_key, edges = _lists(layout)
-    has_tiles, has_edges = layout.tiles > 0, layout.edges > 0
+    has_tiles, has_edges = by_query.tile.shape[0] > 1, edges.edges > 0
     starts: list[Tensor | None] = [None, None, None]
     if sums is not None and (has_tiles or not has_edges):
         starts = dq, dk, dv = [
@@ -170,14 +163,14 @@ def _backward(
         target = _target(call.query.device)
         grads = parts.by_query(by_query)
         if dq is not None or grads is not None:
-            tiles_backward_query(
+            kernels.tiles_backward_query(
                 *(*given, torch.empty_like(inputs[0]) if dq is None else dq, by_query, target),
                 extras=extras,
                 grads=grads,
                 **numbers,
             )
         if (dk is not None or dv is not None or parts.key is not None) and call.key.shape[2]:
-            tiles_backward_key(
+            kernels.tiles_backward_key(
                 *(*given, dk, dv, by_key, target),
                 extras=extras,
                 d_key_bias=parts.key,
@@ -187,12 +180,20 @@ def _backward(
             dq.mul_(factors)
     if has_edges and (parts.wanted or parts.needs_weight or any(x is not None for x in written)):
         given_out = out, lse, grad_out, grad_lse
-        parts.edges, parts.weight = edges_backward(
+        parts.edges, parts.weight = kernels.edges_backward(
             *(*inputs, edges, *given_out, written, _score(call, extras.dropout)),
             needs_weight=parts.needs_weight,
             needs_bias=bool(parts.wanted),
             starts=starts,
         )
+
+
+@functools.cache
+def _kernels() -> Any:
+    """Import the kernels, and with them Triton."""
+    from . import kernels
+
+    return kernels
 
 
 def _numbers(call: Call) -> dict[str, float]:
@@ -226,19 +227,18 @@ def _levels(call: Call, score: MultiLevel) -> tuple[Levels, Tensor]:
 
 def _score(call: Call, dropout: Dropout) -> Score:
     """Say how the edge kernels score."""
-    from ...kernels.edges.launch import Additive, Score
-
-    found = call.additive
-    additive = None if found is None else Additive(found[0].contiguous(), found[1])
-    return Score(**_numbers(call), additive=additive, bias=terms.bias_of_edges(call), dropout=dropout)
+    kernels, found = _kernels(), call.additive
+    additive = None if found is None else kernels.Additive(found[0].contiguous(), found[1])
+    score: Score = kernels.Score(
+        **_numbers(call), additive=additive, bias=terms.bias_of_edges(call), dropout=dropout
+    )
+    return score
 
 
 def _extras(call: Call) -> tuple[Extras, Tensor | None]:
     """Return what a call has besides its inputs, and what multiplies the query; see ``_levels``."""
-    from ...kernels.tiles.extras import PLAIN
-
     factors, q_start = None, call.layout.q_start
-    extras = PLAIN._replace(terms=terms.pack(call), q_start=q_start)
+    extras: Extras = _kernels().PLAIN._replace(terms=terms.pack(call), q_start=q_start)
     if call.places is not None:
         extras = extras._replace(places=_places(call.places))
     if call.dropout_p:
@@ -293,20 +293,21 @@ def _prepare(layout: Layout, what: str, make: Callable[[], T]) -> T:
 
 def _lists(layout: Layout) -> tuple[Lists, Lists, EdgeLists]:
     """Return the tiles by query and by key, and the edges."""
-    from ...kernels.edges.items import EdgeLists
-    from ...kernels.records import Lists
-
     kept = layout.kept
     if not kept.is_trusted:
         layout.validate()
 
     def make() -> tuple[Lists, Lists, EdgeLists]:
+        from ...kernels.edges.items import EdgeLists
+        from ...kernels.records import Lists
+
         f, tile = layout.fields, kept.header.tile
         by_query = Lists(f.group, f.q_ptr, f.q_tile, f.q_mark, f.patterns, f.q_order, tile)
         by_key = Lists(f.group, f.k_ptr, f.k_tile, f.k_mark, f.patterns_t, f.k_order, tile)
         edges = EdgeLists(
             *(f.group, f.edge_ptr, f.edge_key, f.edge_id, f.col_ptr, f.col_query, f.col_edge),
             kept.header.groups,
+            layout.longest,
         )
         return by_query, by_key, edges
 

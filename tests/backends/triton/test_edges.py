@@ -60,7 +60,7 @@ class Options(NamedTuple):
 
 def lists_of(layout: ab.Layout) -> EdgeLists:
     names = ("group", "edge_ptr", "edge_key", "edge_id", "col_ptr", "col_query", "col_edge")
-    return EdgeLists(*(getattr(layout, name) for name in names), layout.groups)
+    return EdgeLists(*(getattr(layout, name) for name in names), layout.groups, layout.longest)
 
 
 def kernel(
@@ -376,13 +376,19 @@ def test_one_compilation_serves_every_graph(device: Any) -> None:
 
 def test_items_cover_every_edge_once() -> None:
     rng = torch.Generator().manual_seed(0)
-    for cells, groups, length in (((1, 1), 1, 40), ((2, 3), 6, 7), ((1, 4), 2, 11)):
+    for cells, groups, length, times in (
+        ((1, 1), 1, 40, 9),
+        ((2, 3), 6, 7, 9),
+        ((1, 4), 2, 11, 9),
+        ((2, 3), 6, 7, 2),  # 8 at most: none is cut
+    ):
         group = torch.arange(cells[0] * cells[1]).view(cells).int() % groups
         degree = torch.randint(0, 5, (groups * length,), generator=rng)
-        degree[::5] *= 9
+        degree[::5] *= times
         ptr = torch.cat((torch.zeros(1, dtype=torch.int64), degree.cumsum(0))).int()
         places = int(degree.view(groups, -1).sum(1)[group.flatten().long()].sum())
-        items, cuts, pieces = cut_rows(ptr, group, length, places, piece=8)
+        items, cuts, pieces = cut_rows(ptr, group, length, places, int(degree.max()), piece=8)
+        assert (pieces > 0) == (times == 9) and places > 9
         kept = items.row >= 0
         assert ((items.end - items.begin)[~kept] == 0).all() and (items.slot[~kept] == -1).all()
         seen = []
