@@ -30,6 +30,7 @@ class Kept:
     is_trusted = False  # the lists were made by the builder, or validated: kernels may follow them
     fields: Fields[Tensor] | None = None
     edge_numbers: int | None = None
+    lengths: tuple[list[int], list[int]] | None = None
 
     def __init__(self, buffer: Tensor, where: Tensor) -> None:
         self.where = where
@@ -188,7 +189,21 @@ class Record:
             kept.edge_numbers = int(self.fields.edge_id.max()) + 1 if kept.header.edges else 0
         return kept.edge_numbers
 
+    @property
+    def lengths(self) -> tuple[list[int], list[int]] | None:
+        """How many tiles each list holds, by query and by key; None if only a GPU knows: nothing waits."""
+        kept = self.kept
+        if kept.lengths is None and self.buffer.device.type == "cpu":
+            pointers = (self.fields.q_ptr.numpy(), self.fields.k_ptr.numpy())
+            by_query, by_key = ((ptr[..., -1] - ptr[..., 0]).reshape(-1).tolist() for ptr in pointers)
+            kept.lengths = by_query, by_key
+        return kept.lengths
+
     def to(self, device: torch.device | str) -> Self:
         """Return the same layout on another device."""
         moved = type(self)(self.buffer.to(device), self.where)
-        return moved.trust() if self.is_trusted else moved
+        if not self.is_trusted:
+            return moved
+        if self.header.tiles:
+            moved.kept.lengths = self.lengths
+        return moved.trust()

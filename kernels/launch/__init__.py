@@ -1,5 +1,5 @@
 """Starting kernels.
 
 ``config`` holds the tile table by architecture and says what a device is (it imports no triton), ``launch``
-starts the kernels over tiles, ``tune`` measures configurations on the GPU at hand.
+starts the kernels over tiles, ``split`` cuts long lists, ``tune`` measures configurations on the GPU at hand.
 """

@@ -44,7 +44,7 @@ def launch(
         lists: the tiles.
         tensors: those that a kernel takes with their strides, q, k and the walked ones among them.
         present: what the call has.
-        by_spec: gives arguments that depend on the configuration.
+        by_spec: gives arguments that depend on the configuration, those of a ``Split`` among them.
         arguments: the others, by name.
     """
     (batch, q_heads, q_len, _), (_, k_heads, k_len, _) = tensors["q"].shape, tensors["k"].shape
@@ -65,9 +65,11 @@ def launch(
         spec = _spec(config, which, target, sizes, strides, is_wide, tma, precision(first.dtype), present)
         if by_spec is not None:
             arguments |= by_spec(spec)
-        programs = batch * heads * lists.ptr.shape[1] * (lists.size // own)
+        of_head = lists.ptr.shape[1] * (lists.size // own)
+        if arguments.get("parts") is not None:
+            of_head += arguments["cut_tiles"] * (arguments["parts"] - 1)
         try:
-            kernel[programs,](
+            kernel[batch * heads * of_head,](
                 **strided,
                 **arguments,
                 **lists.numbers,

@@ -2,5 +2,6 @@
 
 ``tile`` loads, masks and stores one tile, ``walk`` finds the tiles of a list, ``chunks`` multiplies them.
 ``levels`` does so for multi-level scores, ``terms`` for score terms and dropout; ``extras`` is what a call
-has of these. ``forward``, ``row_sums``, ``backward_query`` and ``backward_key`` are the kernels.
+has of these. ``forward``, ``row_sums``, ``backward_query`` and ``backward_key`` are the kernels, and
+``pieces`` joins what they leave of long lists.
 """

@@ -19,6 +19,7 @@ from ..records import Lists
 from .chunks import add_products, fetch, load_own, own_prefix, score, store_sums, sums_prefix, zero_sums
 from .extras import PLAIN, Extras
 from .levels import add_mixed, divide_by_depths, score_mixed
+from .pieces import NOT_CUT, Cut, piece_of, uncut
 from .row_sums import PADDING
 from .terms import Diagonals, Dropout, add_terms, inside, keep_tile, store_diagonals, store_pairs
 from .tile import LOG2E, head_of, load_values, mask, mask_half
@@ -30,6 +31,7 @@ from .walk import (
     distance_shift,
     fetch_values,
     find_bounds,
+    find_part,
     find_stretch,
     find_tile,
     own_patterns,
@@ -139,6 +141,9 @@ def backward_query_kernel(
     group_h,
     list_tiles,
     is_ordered,
+    cut_tiles,
+    parts,
+    pieces,
     heads,
     heads_per_key,
     q_len,
@@ -159,9 +164,12 @@ def backward_query_kernel(
     table,
     SPEC: tl.constexpr,
 ):
-    """Write dq = scale * dS k. A program has one query tile of one head."""
+    """Write dq = scale * dS k. A program has one query tile of one head, or a part of its list."""
     ROWS: tl.constexpr = SPEC.rows
-    listed, i, h, b = place(lists, list_tiles, is_ordered, heads, ROWS, SPEC)
+    part = None
+    if parts is not None:
+        part = find_part(list_tiles, cut_tiles, parts, ROWS, SPEC)
+    listed, i, h, b = place(lists, part, list_tiles, is_ordered, heads, ROWS, SPEC)
     exists = i * ROWS < q_len
     bounds = find_bounds(lists, b, h, group_b, group_h, listed, list_tiles, exists, SPEC)
     kh = h // heads_per_key
@@ -190,12 +198,14 @@ def backward_query_kernel(
     sums = zero_sums(ROWS, SPEC)
     for LOOP in tl.static_range(len(SPEC.loops)):
         for depth in tl.range(SPEC.loops[LOOP].first, SPEC.loops[LOOP].stop):
-            stretch = find_stretch(bounds, exists, depth, table, c, inner, LOOP, SPEC)
+            stretch = find_stretch(bounds, exists, part, depth, table, c, inner, LOOP, SPEC)
             x = own_prefix(queries, own, stretch.prefix, LOOP, SPEC)
             sums = _walk_keys(sums, x, grad, own_lse2, own_delta, walk, stretch, d_terms, LOOP, SPEC)
             # Depths go up: what is after a prefix was zero.
             sums = sums_prefix(sums, zero_sums(ROWS, SPEC), stretch.prefix, LOOP, SPEC)
-    store_sums(same_rows(dq, b, h, own), sums, scale, SPEC)
+    store_sums(uncut(same_rows(dq, b, h, own), part), sums, scale, SPEC)
+    if part is not None:
+        store_sums(piece_of(pieces.d, own, part, ROWS, SPEC.d), sums, scale, SPEC)
 
 
 def tiles_backward_query(
@@ -228,9 +238,11 @@ def tiles_backward_query(
         Q, K = extras.places.q_len, extras.places.k_len
     diagonals: list[Diagonals] = []
 
-    def make_slots(spec: Spec) -> dict[str, Any]:
+    cut = Cut(lists, extras.work and extras.work.by_query, target, q.shape, {"d": (q.shape[3],)})
+
+    def by_spec(spec: Spec) -> dict[str, Any]:
         diagonals[:] = [Diagonals(lists, spec, B, H, Q, K)] if needs_relative else []
-        return {"slots": diagonals[0].slots if diagonals else None}
+        return {"slots": diagonals[0].slots if diagonals else None, **cut.arguments(spec.rows)}
 
     launch(
         backward_query_kernel,
@@ -239,11 +251,14 @@ def tiles_backward_query(
         lists,
         {"q": q, "k": k, "v": v, "grad_out": grad_out, "dq": dq},
         extras.present(scale, softcap),
-        by_spec=make_slots,
+        by_spec=by_spec if needs_relative or cut.is_possible else None,
         lse2=lse2,
         delta=delta,
         d_pairs=d_pairs,
+        slots=None,
         scale=scale,
         **extras.arguments(scale, softcap),
+        **NOT_CUT,
     )
+    cut.add_up("d", dq)
     return diagonals[0].add_up() if diagonals else None
