@@ -12,7 +12,7 @@ import torch
 
 from .. import relations
 from ..attention import attention
-from ..layouts.layout import Layout
+from ..benchmarks.measure.layouts_anew import layouts_anew
 from .runner import Outcome, Run, Step
 
 CALLS = 50
@@ -107,28 +107,10 @@ def waits(function: Callable[[], object], device: torch.device) -> int | None:
 
 
 def _layouts(run: Run) -> Outcome:
-    """Time making a layout where it will be used, copy included, with no cache."""
     tokens = 2048 if run.quick or run.device.type == "cpu" else 32768
-    ids = torch.arange(tokens, device=run.device) * 37 // tokens
-    index = (torch.arange(tokens)[:, None] + torch.arange(8) * 11).remainder(tokens).to(run.device)
-    made: dict[str, Callable[[], relations.Relation]] = {
-        "causal": relations.Causal,
-        "window": lambda: relations.Window(before=1023),
-        "documents": lambda: relations.Documents(ids) & relations.Causal(),
-        "neighbours": lambda: relations.Neighbors(index),
-    }
-    found = {}
-    for name, make in made.items():
-        best = float("inf")
-        for _ in range(3):
-            _wait(run.device)
-            start = time.perf_counter()
-            Layout.build(make(), tokens, tokens, device=run.device)
-            _wait(run.device)
-            best = min(best, time.perf_counter() - start)
-        found[name] = round(best * 1e3, 3)
-    words = ", ".join(f"{name} {ms:.1f} ms" for name, ms in found.items())
-    return Outcome(words=f"{tokens} tokens: {words}", data={"tokens": tokens, "milliseconds": found})
+    found = layouts_anew(run.device, tokens)
+    words = ", ".join(f"{name} {ms:.1f} ms" for name, ms in found["milliseconds"].items())
+    return Outcome(words=f"{tokens} tokens: {words}", data=found)
 
 
 def _wait(device: torch.device) -> None:

@@ -1,10 +1,13 @@
-"""Times on the device, apart from Python's, of our kernels and of every peer that is installed."""
+"""Times on the device, apart from Python's, of our kernels and of every peer that is installed.
+
+The clocks are those of ``attnbias bench``.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -12,18 +15,21 @@ import torch
 from ..attention import attention
 from ..benchmarks.cases import tokens as cases
 from ..benchmarks.cases.tokens import Attend, Case
+from ..benchmarks.measure.clocks import clocks
 from ..benchmarks.measure.race import peer_step
 from ..benchmarks.measure.race import steps as timed_steps
-from ..benchmarks.peers.registry import DENSE, PEERS, CannotRunError
+from ..benchmarks.measure.timing import Timer, timer_of
+from ..benchmarks.peers.registry import DENSE, PEERS, SLOW, CannotRunError
 from ..scores.terms import ALiBi
 from ..testing.checklist import words_of
-from .machine import clocks
 from .runner import Outcome, Run, Status, Step
 
-SAMPLES, REPLAYS = 5, 10
+ROUNDS = 3
 HEADS = 16
 HALF = torch.bfloat16
-ALL = tuple(name for name in PEERS if name != DENSE)
+ALL = tuple(name for name in PEERS if name not in (DENSE, *SLOW))
+QUICK = ("causal@8192 D=256", "causal@8192 D=64 fp32", "decoding@32768 D=64")
+MORE = ("causal@8192 D=96", "knn@32768 D=64", "grid@128x128 D=64")
 
 
 class Timed(NamedTuple):
@@ -47,18 +53,14 @@ def lines(device: str, quick: bool) -> Iterator[Timed]:
         is_quick = "@8192" in name and name.startswith(("causal", "window", "documents"))
         if name.endswith(whole) and (is_quick or not quick):
             yield Timed(name, make)
-    given: dict[str, Any] = {"heads": HEADS, "dtype": HALF, "device": device}
-    causal = partial(cases.causal, 8192)
-    yield Timed("causal@8192 D=256", partial(causal, size=256, **given))
-    yield Timed("causal@8192 D=64 fp32", partial(causal, **given | {"dtype": torch.float32}))
-    yield Timed("decoding@32768 D=64", named["decoding@32768 D=64"])
+    for name in QUICK if quick else (*QUICK, *MORE):
+        yield Timed(name, named[name])
     if quick:
         return
-    yield Timed("causal@8192 D=96", partial(causal, size=96, **given))
+    given: dict[str, Any] = {"heads": HEADS, "dtype": HALF, "device": device}
+    causal = partial(cases.causal, 8192)
     yield Timed("causal@8192 D=128 fp32", partial(causal, size=128, **given | {"dtype": torch.float32}))
     yield Timed("causal@8192 D=128 16/2", partial(causal, size=128, key_heads=2, **given))
-    yield Timed("knn@32768 D=64", named["knn@32768 D=64"])
-    yield Timed("grid@128x128 D=64", named["grid@128x128 D=64"])
     options: dict[str, Callable[[Case], dict[str, Any]]] = {
         "softcap": lambda case: {"softcap": 30.0},
         "ALiBi": lambda case: {"terms": [ALiBi(torch.linspace(0.01, 0.5, HEADS, device=device))]},
@@ -100,10 +102,11 @@ def _race(run: Run, line: Timed, case: Case, *, backward: bool) -> dict[str, Any
     ours = timed_steps(attend, inputs, backward=backward)
     executed = case.layout.stats().executed
     flops = case.flops(backward=backward)
-    seconds = device_seconds(ours, run.device)
-    found: dict[str, Any] = {
-        "device": seconds,
-        "eager": eager_seconds(ours, run.device),
+    timer = run.kept.setdefault("timer", timer_of(run.device, torch.get_num_threads()))
+    timer.settle()
+    times = _times(timer, ours)
+    seconds = times["device"]
+    found: dict[str, Any] = times | {
         "teraflops_useful": flops / seconds / 1e12,
         "teraflops_executed": flops / seconds / 1e12 * executed / max(case.pairs, 1),
         "peers": {},
@@ -112,10 +115,7 @@ def _race(run: Run, line: Timed, case: Case, *, backward: bool) -> dict[str, Any
     for name in line.peers:
         try:
             theirs = peer_step(case, name, inputs, backward=backward)
-            found["peers"][name] = {
-                "device": device_seconds(theirs, run.device),
-                "eager": eager_seconds(theirs, run.device),
-            }
+            found["peers"][name] = _times(timer, theirs)
         except CannotRunError as error:
             found["refused"][name] = str(error)
         except Exception as error:
@@ -125,6 +125,14 @@ def _race(run: Run, line: Timed, case: Case, *, backward: bool) -> dict[str, Any
     if found["peers"]:
         found["best_peer"] = min(found["peers"], key=lambda name: found["peers"][name]["device"])
     return found
+
+
+def _times(timer: Timer, function: Callable[[], object]) -> dict[str, Any]:
+    """Return the seconds of a call on the device, and with Python's part."""
+    ready = timer.ready(function)
+    clocks = {"device": ready.device, "eager": ready.eager}
+    times: dict[str, Any] = {name: median(clock() for _ in range(ROUNDS)) for name, clock in clocks.items()}
+    return times | {"note": ready.note} if ready.note else times
 
 
 def _sizes(case: Case) -> dict[str, Any]:
@@ -144,56 +152,3 @@ def _sizes(case: Case) -> dict[str, Any]:
         "partial": stats.tiles_partial,
         "edges": stats.edges,
     }
-
-
-def device_seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that the device works on a call, without Python's.
-
-    On a GPU the call is captured in a CUDA graph and replayed; what cannot be captured is timed between
-    events behind a wait that is longer than Python. On a CPU there is no difference to ``eager_seconds``.
-    """
-    if device.type != "cuda":
-        return eager_seconds(function, device)
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            function()
-        again: Callable[[], object] = graph.replay
-    except Exception:  # it reads from the device, or allocates in a way that a graph cannot
-        torch.cuda.synchronize(device)
-        again = function
-    samples = []
-    for _ in range(SAMPLES):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if again is function:
-            torch.cuda._sleep(4_000_000)  # cycles: about 2 ms, in which Python gets ahead
-        start.record()
-        for _ in range(REPLAYS):
-            again()
-        stop.record()
-        torch.cuda.synchronize(device)
-        samples.append(start.elapsed_time(stop) / 1e3 / REPLAYS)
-    return float(sorted(samples)[SAMPLES // 2])
-
-
-def eager_seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Return the wall seconds of a call among many, Python's included."""
-    function()
-    samples = []
-    for _ in range(SAMPLES):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(REPLAYS if device.type == "cuda" else 1):
-            function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        samples.append((time.perf_counter() - start) / (REPLAYS if device.type == "cuda" else 1))
-    return float(sorted(samples)[SAMPLES // 2])

@@ -54,15 +54,18 @@ def _pattern(marks: Tensor) -> str:
     length = len(marks)
     if len(at) == length:
         return f"all {length}"
+    if len(at) == 1:
+        return f"only {int(at)}"
     for size in SIZES:
         tiles = at.div(size, rounding_mode="floor").unique()
         ends = ((tiles + 1) * size).clamp(max=length)
         if int((ends - tiles * size).sum()) == len(at):
             return f"fill {len(tiles)} tile{'s' if len(tiles) > 1 else ''} of {size}"
-    for size in SIZES:
-        places = (at % size).unique()
-        if len(at) > 1 and len(places) <= size // 8:
-            return f"are places {places[:4].tolist()} of tiles of {size}"
+    by_size = {size: (at % size).unique().tolist() for size in SIZES}
+    size = min(SIZES, key=lambda size: len(by_size[size]))  # the largest of those that name the fewest
+    places = by_size[size]
+    if len(places) < len(at) and len(places) <= size // 8:
+        return f"are places {places[:4]} of tiles of {size}"
     return f"{int(at[0])} to {int(at[-1])}, {len(at)} of them, in no tile's shape"
 
 

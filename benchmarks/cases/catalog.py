@@ -5,19 +5,20 @@ from __future__ import annotations
 from functools import partial
 
 from .graphs import GRAPHS, SHAPES, GraphCase
-from .tokens import CASES, GPU_QUICK, QUICK, Case, Named, gpu_cases
+from .tokens import CASES, QUICK, Case, Named, gpu_cases, is_quick_on_gpu
 
 QUICK_GRAPHS = ("airfoil 4x32", "mol1024 4x32")
+GPU_QUICK_GRAPHS = (*QUICK_GRAPHS, "SBM batch 8x16", "R-MAT 170k 4x32")
 
 
-def _graph_case(name: str, heads: int, size: int) -> Case:
-    return GraphCase.of(GRAPHS[name](), heads, size)
+def _graph_case(name: str, heads: int, size: int, device: str) -> Case:
+    return GraphCase.of(GRAPHS[name](), heads, size, device)
 
 
-def graph_cases() -> Named:
+def graph_cases(device: str = "cpu") -> Named:
     """Return every graph with every number and size of heads; making a missing graph raises."""
     return {
-        f"{name} {heads}x{size}": partial(_graph_case, name, heads, size)
+        f"{name} {heads}x{size}": partial(_graph_case, name, heads, size, device)
         for name in GRAPHS
         for heads, size in SHAPES
     }
@@ -28,10 +29,11 @@ def cases_of(device: str, *, is_quick: bool) -> Named:
     if not device.startswith("cuda"):
         everything = {**CASES, **graph_cases()}
         return {name: everything[name] for name in (*QUICK, *QUICK_GRAPHS)} if is_quick else everything
-    named = gpu_cases(device)
-    if is_quick:  # one shape of each relation
-        named = {name: make for name, make in named.items() if "/" not in name or GPU_QUICK in name}
-    return named
+    relations, graphs = gpu_cases(device), graph_cases(device)
+    if is_quick:
+        relations = {name: make for name, make in relations.items() if is_quick_on_gpu(name)}
+        graphs = {name: graphs[name] for name in GPU_QUICK_GRAPHS}
+    return {**relations, **graphs}
 
 
 def is_graph(name: str) -> bool:

@@ -25,9 +25,10 @@ class GraphCase(Case):
     graph: GraphData | None = None
 
     @classmethod
-    def of(cls, graph: GraphData, heads: int, size: int) -> GraphCase:
+    def of(cls, graph: GraphData, heads: int, size: int, device: str = "cpu") -> GraphCase:
         name = f"{graph.name}, {heads} x {size}"
-        return cls(name, graph.relation(), graph.num_nodes, heads=heads, size=size, graph=graph)
+        relation = graph.relation()
+        return cls(name, relation, graph.num_nodes, heads=heads, size=size, device=device, graph=graph)
 
     @property
     def edge_index(self) -> Tensor:
@@ -39,7 +40,8 @@ class GraphCase(Case):
         """See :class:`Case`."""
         generator = torch.Generator().manual_seed(0)
         shape = (1, self.tokens, self.heads, self.size)
-        q, k, v, d_out = (torch.randn(shape, generator=generator).transpose(1, 2) for _ in range(4))
+        drawn = (torch.randn(shape, generator=generator).to(self.device, self.dtype) for _ in range(4))
+        q, k, v, d_out = (x.transpose(1, 2) for x in drawn)
         return q, k, v, d_out
 
     @cached_property
@@ -51,8 +53,9 @@ class GraphCase(Case):
 
     def _by_edge(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
         """Compute some query rows edge by edge: all pairs of a large graph would take too long."""
-        place = torch.full((self.tokens,), -1).index_copy_(0, rows, torch.arange(len(rows)))
-        source, target = self.edge_index[:, place[self.edge_index[1]] >= 0]
+        edges, count = self.edge_index.to(rows.device), torch.arange(len(rows), device=rows.device)
+        place = torch.full((self.tokens,), -1, device=rows.device).index_copy_(0, rows, count)
+        source, target = edges[:, place[edges[1]] >= 0]
         return message_passing(q, k, v, source, place[target])
 
 

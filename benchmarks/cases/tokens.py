@@ -101,10 +101,14 @@ class Case:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute the case with attnbias."""
-        return ab.attention(q, k, v, self._what, q_start=self.layout.q_start, backend=self.backend)
+        return ab.attention(q, k, v, self.given, q_start=self.layout.q_start, backend=self.backend)
+
+    def attend_by_default(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Compute it as a user does who names neither a layout nor a backend."""
+        return ab.attention(q, k, v, self.relation, q_start="end")
 
     @cached_property
-    def _what(self) -> ab.Layout | ab.Relation:
+    def given(self) -> ab.Layout | ab.Relation:
         """Return the layout, or the relation for backends that read only relations."""
         return self.relation if self.backend in ("sdpa", "reference") else self.layout
 
@@ -284,7 +288,7 @@ QUICK = (
 
 # GPU cases have the shapes of attention-gym: bfloat16, the same number of tokens in every batch.
 GPU_TOKENS, GPU_LENGTHS, GPU_HEADS = 32768, (2048, 8192, 32768), 16
-GPU_QUICK = "@8192 D=64 16/16"
+GPU_BASE = "@8192 D=64 16/16"  # the shape in which a quick run times every relation
 GPU_MAKERS: dict[str, Callable[..., Case]] = {
     "full": full,
     "causal": causal,
@@ -320,4 +324,19 @@ def gpu_cases(device: str) -> Named:
     named["grid@32x32x32 D=64"] = partial(neighborhood, (32, 32, 32), 3, **half)
     named["knn@32768 D=64"] = partial(nearest, 32768, **half)
     named["decoding@32768 D=64"] = partial(decoding, 32768, **half)
+
+    def more(tokens: int, size: int = 64, dtype: torch.dtype = torch.bfloat16) -> Sizes:
+        batch = max(1, GPU_TOKENS // tokens // 2)
+        return {"batch": batch, "heads": GPU_HEADS, "size": size, "dtype": dtype, "device": device}
+
+    named["causal@8192 D=96"] = partial(causal, 8192, **more(8192, 96))
+    named["causal@8192 D=256"] = partial(causal, 8192, **more(8192, 256))
+    named["causal@8192 D=64 fp32"] = partial(causal, 8192, **more(8192, dtype=torch.float32))
+    named["causal@256 D=64"] = partial(causal, 256, **more(256))
+    named["window@1024 D=64"] = partial(window, 1024, **more(1024))
     return named
+
+
+def is_quick_on_gpu(name: str) -> bool:
+    """Return whether a quick run on a GPU times it: each relation in one shape, and causal in all."""
+    return "/" not in name or GPU_BASE in name or name.startswith("causal@8192 D=128")

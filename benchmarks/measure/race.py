@@ -14,10 +14,12 @@ from torch import Tensor
 from attnbias.testing.checklist import words_of
 
 from ..cases.tokens import Attend, Case
+from ..peers.reasons import is_on_gpu
 from ..peers.registry import BY_HEAD, BY_NODE, DENSE, FORWARD_ONLY, PEERS, CannotRunError
-from .timing import CPU, Spread, Timer, interleave
+from .timing import CPU, Spread, Timer, alternate
 
 OURS = "attnbias"
+DEFAULT = "attnbias, default call"  # with the relation, and with whatever backend then runs
 MATMUL = "torch.mm"  # of square matrices in the case's dtype: the yardstick of a run
 MATMUL_SIZE = 2048
 FAILED = "failed"  # the first word of the reason of a peer that raised
@@ -38,6 +40,8 @@ class Result(NamedTuple):
     ratios: dict[str, Spread]
     refused: dict[str, str]  # why a peer did not run
     bytes: Mapping[str, int] = MappingProxyType({})  # peak memory of a call, if it was measured
+    eager: Mapping[str, Spread] = MappingProxyType({})  # with Python's part, where ``times`` are the device's
+    notes: Mapping[str, str] = MappingProxyType({})  # what is odd about a time
 
     @property
     def rate(self) -> float:
@@ -111,7 +115,8 @@ def race(
 
     Args:
         case: the problem.
-        names: names of the peers; :data:`MATMUL` is the matrix product.
+        names: names of the peers; :data:`MATMUL` is the matrix product, :data:`DEFAULT` our call with the
+            relation in place of the layout.
         backward: also run the backward pass.
         rounds: samples of each.
         timer: the clock.
@@ -131,12 +136,16 @@ def race(
             matrix = torch.randn(square, square, device=case.device).to(case.dtype)
             functions[name] = partial(torch.mm, matrix, matrix)
             continue
+        if name == DEFAULT:
+            functions[name] = steps(case.attend_by_default, inputs, backward=backward)
+            continue
         try:
             functions[name] = peer_step(case, name, inputs, backward=backward)
         except CannotRunError as error:
             refused[name] = str(error)
         except Exception as error:  # whatever a peer raises is its reason
             refused[name] = f"{FAILED}: {words_of(error)}"
+            _recover(case)
     known = list(functions)
 
     def fail(number: int, error: Exception) -> None:
@@ -144,8 +153,9 @@ def race(
         if known[number] in (OURS, MATMUL):  # there are no ratios without these
             raise error
         refused[known[number]] = f"{FAILED}: {words_of(error)}"
+        _recover(case)
 
-    timed = interleave(list(functions.values()), rounds, timer, fail)
+    timed = dict(zip(known, alternate(list(functions.values()), rounds, timer, fail), strict=True))
     sizes = {}
     for number, (name, step) in enumerate(functions.items()):
         if with_memory and name != MATMUL and name not in refused:
@@ -153,13 +163,29 @@ def race(
                 sizes[name] = timer.peak_bytes(step)
             except Exception as error:
                 fail(number, error)
-    samples = {name: each for name, each in zip(known, timed, strict=True) if name not in refused}
-    mine = samples.pop(OURS)
-    times = {OURS: Spread.of(mine), **{name: Spread.of(each) for name, each in samples.items()}}
-    work = dict.fromkeys(samples, 1.0)  # our work over the peer's
+    timed = {name: each for name, each in timed.items() if name not in refused}
+    mine = timed[OURS].device
+    work = dict.fromkeys(timed, 1.0)  # our work over the peer's
     work[MATMUL] = case.flops(backward=backward) / (2 * square**3)
     ratios = {
-        name: Spread.of([work[name] * peer / ours for peer, ours in zip(each, mine, strict=True)])
-        for name, each in samples.items()
+        name: Spread.of([work[name] * peer / ours for peer, ours in zip(each.device, mine, strict=True)])
+        for name, each in timed.items()
+        if name != OURS
     }
-    return Result(case, backward, times, ratios, refused, sizes)
+    return Result(
+        case,
+        backward,
+        {name: Spread.of(each.device) for name, each in timed.items()},
+        ratios,
+        refused,
+        sizes,
+        {name: Spread.of(each.eager) for name, each in timed.items() if each.eager},
+        {name: each.note for name, each in timed.items() if each.note},
+    )
+
+
+def _recover(case: Case) -> None:
+    """Free what a failed peer left on a GPU; raise if it took the CUDA context with it."""
+    if is_on_gpu(case):
+        torch.cuda.synchronize(case.device)
+        torch.cuda.empty_cache()

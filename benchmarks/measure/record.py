@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 from pathlib import Path
 from typing import Any, TypedDict
@@ -16,7 +15,8 @@ from attnbias.op import dispatch
 from attnbias.op.problem import Problem
 
 from ..cases.tokens import Case
-from .race import MATMUL, OURS, Result
+from .machine import describe
+from .race import DEFAULT, MATMUL, OURS, Result
 from .timing import Spread
 
 VERSION = 1
@@ -26,7 +26,11 @@ Numbers = list[float]  # median, 20 %, 80 %
 
 
 class Entry(TypedDict):
-    """One case and pass; ratios are peer / attnbias, and of torch.mm our share of its rate."""
+    """One case and pass; ratios are peer / attnbias, and of torch.mm our share of its rate.
+
+    ``seconds`` and ``ratios`` are of the device; ``eager``, only on GPUs, has the seconds of a program that
+    calls and calls. A file of an earlier version lacks the fields after ``fault``.
+    """
 
     case: str
     relation: str
@@ -42,6 +46,10 @@ class Entry(TypedDict):
     bytes: dict[str, int]
     refused: dict[str, str]
     fault: str
+    default: str  # the backend of a call with the relation that names none; ``backend`` is that of the layout
+    eager: dict[str, Numbers]
+    notes: dict[str, str]  # what is odd about a time
+    clocks: list[dict[str, Any] | None]  # before and after
 
 
 class SweepPoint(TypedDict):
@@ -75,36 +83,13 @@ class Results(TypedDict):
     pictures: dict[str, str]
     raised: dict[str, str]  # the exception of each case or point that ended in one
     is_whole: bool
-
-
-def device_model(device: torch.device) -> str:
-    """Return the name of the processor, never that of the host."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    layouts_anew: dict[str, Any]  # milliseconds of a layout made in every step; empty on CPUs
 
 
 def describe_machine(device: torch.device, threads: int, clock: str) -> dict[str, Any]:
     """Describe the machine and how it measures."""
-    machine = {
-        "device": device_model(device),
-        "kind": device.type,
-        "architecture": platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "clock": clock,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "attnbias": ab.__version__,
-    }
-    if device.type == "cuda":
-        machine["capability"] = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-        machine["cuda"] = torch.version.cuda
-    else:
+    machine = describe(device) | {"threads": threads, "clock": clock}
+    if device.type == "cpu":
         from attnbias.backends import cpu
 
         machine["level"] = "none" if cpu.missing() else cpu.isa()
@@ -123,6 +108,7 @@ def start(machine: dict[str, Any]) -> Results:
         "pictures": {},
         "raised": {},
         "is_whole": False,
+        "layouts_anew": {},
     }
 
 
@@ -134,7 +120,8 @@ def numbers(spread: Spread) -> Numbers:
 def entry_of(name: str, case: Case, *, backward: bool, build: Spread) -> Entry:
     """Return the entry of a case before it is timed."""
     query, key, value, _ = case.inputs()
-    problem = Problem(query, key, value, case.relation, q_start="end")
+    timed = Problem(query, key, value, case.given, q_start=case.layout.q_start)
+    plain = Problem(query, key, value, case.relation, q_start="end")
     stats = case.layout.stats()
     return {
         "case": name,
@@ -151,7 +138,7 @@ def entry_of(name: str, case: Case, *, backward: bool, build: Spread) -> Entry:
         },
         "pairs": case.pairs,
         "density": case.density,
-        "backend": case.backend or dispatch.choose(problem, None),
+        "backend": case.backend or dispatch.choose(timed, None),
         "layout": {**dict(stats), "seconds": numbers(build)},
         "seconds": {},
         "ratios": {},
@@ -159,6 +146,10 @@ def entry_of(name: str, case: Case, *, backward: bool, build: Spread) -> Entry:
         "bytes": {},
         "refused": {},
         "fault": "",
+        "default": dispatch.choose(plain, None),
+        "eager": {},
+        "notes": {},
+        "clocks": [],
     }
 
 
@@ -169,6 +160,8 @@ def fill(entry: Entry, result: Result) -> None:
     entry["gflops"] = float(f"{result.rate / 1e9:.4g}")
     entry["bytes"] = dict(result.bytes)
     entry["refused"] = result.refused
+    entry["eager"] = {name: numbers(spread) for name, spread in result.eager.items()}
+    entry["notes"] = dict(result.notes)
 
 
 def picture_of(case: Case) -> str:
@@ -185,9 +178,11 @@ def path_of(results: Results, folder: Path) -> Path:
 
 
 def save(results: Results, path: Path) -> None:
-    """Write a run."""
+    """Write a run; whoever ends the process meanwhile leaves the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    written = path.with_suffix(".part")
+    written.write_text(json.dumps(results, indent=1) + "\n")
+    os.replace(written, path)
 
 
 def load(path: Path) -> Results:
@@ -204,6 +199,10 @@ def load(path: Path) -> Results:
         raise ValueError(f"--compare: {path} is not JSON: {error}") from None
     if not isinstance(found, dict) or found.get("version") != VERSION:
         raise ValueError(f"--compare: {path} is not a result of this version of `attnbias bench`")
+    found.setdefault("layouts_anew", {})
+    for entry in found["entries"]:
+        earlier: dict[str, Any] = {"default": "", "eager": {}, "notes": {}, "clocks": []}
+        entry.update(earlier | entry)  # type: ignore[typeddict-item]
     return found
 
 
@@ -239,5 +238,11 @@ def exit_code(results: Results) -> int:
 
 
 def others(entry: Entry) -> dict[str, Numbers]:
-    """Return the ratios to peers, without the yardstick."""
-    return {name: ratio for name, ratio in entry["ratios"].items() if name != MATMUL}
+    """Return the ratios to peers, without the yardstick and our own default call."""
+    return {name: ratio for name, ratio in entry["ratios"].items() if name not in (MATMUL, DEFAULT)}
+
+
+def eager_ratio(entry: Entry, name: str) -> float | None:
+    """Return a peer's eager time over ours; None where no device works apart from Python."""
+    eager = entry["eager"]
+    return eager[name][0] / eager[OURS][0] if name in eager and OURS in eager else None

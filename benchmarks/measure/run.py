@@ -12,17 +12,22 @@ from attnbias.testing.checklist import words_of
 
 from ..cases.catalog import cases_of
 from ..cases.stored import MissingGraphError
-from ..cases.tokens import Case
-from ..peers.registry import PEERS
+from ..cases.tokens import GPU_BASE, Case
+from ..peers.registry import COMPILED, PEERS, SLOW
 from . import sweep, terminal
-from .race import MATMUL, race
+from .clocks import clocks, raise_clocks
+from .layouts_anew import layouts_anew
+from .race import DEFAULT, MATMUL, race
 from .record import Entry, Results, describe_machine, entry_of, fill, picture_of, start
 from .timing import Spread, Timer, timer_of, using_threads
 
-# A quick run times FlexAttention, which compiles for ten seconds per case, only in these.
-QUICK_FLEX = ("causal@", "window@", "documents@")
-LEFT_OUT = "SDPA, chunks, mask kept", "SDPA, all pairs", "Flex 64"  # of quick runs
-QUICK_MATMUL, FULL_MATMUL = 1024, 2048
+# A quick run times peers that compile for ten seconds per case only in these.
+QUICK_COMPILED = ("causal@", "window@", "documents@")
+LEFT_OUT = "SDPA, chunks, mask kept", "SDPA, all pairs", "Flex 64", *SLOW  # of quick runs
+# Rows of the yardstick's matrices. On a GPU so many that it is the tensor cores' time, not the launch's.
+QUICK_MATMUL = {"cpu": 1024, "cuda": 8192}
+FULL_MATMUL = {"cpu": 2048, "cuda": 8192}
+ANEW = 32768  # tokens of a layout made in every step
 LENGTHS = {"cpu": (512, 1024, 2048, 4096, 8192), "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536)}
 FULL_LENGTHS = {"cpu": (*LENGTHS["cpu"], 16384, 32768), "cuda": (*LENGTHS["cuda"], 131072)}
 MOST_DENSE = {"cpu": 8192, "cuda": 65536}  # tokens up to which the plot of lengths shows SDPA
@@ -53,11 +58,12 @@ class Plan:
 
     def peers(self, name: str) -> list[str]:
         """Return the peers of a case, matrix products included."""
-        names = [MATMUL, *PEERS]
+        names = [MATMUL, *([DEFAULT] if self.kind == "cuda" else []), *PEERS]
         if self.is_quick:
+            known = any(name.startswith(words) for words in QUICK_COMPILED)
+            compiles = known and (self.kind == "cpu" or name.endswith(GPU_BASE))
             names = [peer for peer in names if peer not in LEFT_OUT]
-            if not any(words in name for words in QUICK_FLEX):
-                names.remove("Flex")
+            names = [peer for peer in names if compiles or peer not in COMPILED]
         return names
 
     def curves(self) -> list[tuple[str, bool, float]]:
@@ -86,7 +92,7 @@ class Plan:
 
 def begin(plan: Plan) -> Results:
     """Return an empty record of this machine."""
-    clock = "CUDA events" if plan.kind == "cuda" else "CPU time" if plan.threads == 1 else "wall time"
+    clock = "time on the device" if plan.kind == "cuda" else "CPU time" if plan.threads == 1 else "wall time"
     return start(describe_machine(torch.device(plan.device), plan.threads, clock))
 
 
@@ -97,10 +103,18 @@ def measure(plan: Plan, results: Results, keep: Callable[[], None]) -> None:
     """
     names, points, lengths = plan.names(), plan.curves(), plan.lengths()
     timer = timer_of(torch.device(plan.device), plan.threads)
-    with using_threads(plan.threads), terminal.steps(2 * len(names) + len(points) + len(lengths)) as step:
+    on_gpu = plan.kind == "cuda" and not (plan.wanted or plan.backend)
+    count = 2 * len(names) + len(points) + len(lengths) + on_gpu
+    with using_threads(plan.threads), terminal.steps(count) as step:
+        raise_clocks(torch.device(plan.device))
         for name in names:
             with _noting(results, name):
                 _case(plan, name, results, timer, step)
+            keep()
+        if on_gpu:
+            step("layouts made in every step")
+            with _noting(results, "layouts made in every step"):
+                results["layouts_anew"] = layouts_anew(torch.device(plan.device), ANEW)
             keep()
         sizes = _sizes(plan)
         for structure, backward, density in points:
@@ -176,13 +190,16 @@ def _time(plan: Plan, case: Case, entry: Entry, timer: Timer) -> None:
     entry["fault"] = case.fault
     if case.fault:
         return
+    device = torch.device(plan.device)
+    entry["clocks"] = [clocks(device)]
     result = race(
         case,
         plan.peers(entry["case"]),
         backward=entry["backward"],
         rounds=plan.rounds,
         timer=timer,
-        square=QUICK_MATMUL if plan.is_quick else FULL_MATMUL,
+        square=(QUICK_MATMUL if plan.is_quick else FULL_MATMUL)[plan.kind],
         with_memory=True,
     )
+    entry["clocks"].append(clocks(device))
     fill(entry, result)

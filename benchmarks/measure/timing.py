@@ -1,6 +1,8 @@
-"""Seconds and bytes of a call: CPU time of one thread, wall time of several, events on a GPU.
+"""Seconds and bytes of a call: CPU time of one thread, wall time of several, on a GPU both sides apart.
 
-On one thread process CPU time is taken, which moves less than wall time on a shared machine.
+On one thread process CPU time is taken, which moves less than wall time on a shared machine. A GPU works
+while Python prepares the next call, so there are two times: the device's, and the eager one of a program that
+calls and calls.
 """
 
 from __future__ import annotations
@@ -9,15 +11,23 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from statistics import median, quantiles
 from typing import NamedTuple, Protocol
 
 import torch
 
+from attnbias.testing.checklist import words_of
+
+from .clocks import raise_clocks
+
 LEAST = 0.02  # least seconds of one sample: a short call is a mean over many
 FLUSHED = 256 << 20  # bytes written between two calls on a GPU, more than any L2 cache
 GPU_CALLS = 10  # of one sample
-GPU_WARM_UP = 3  # calls: the first compiles, the next ones let clocks and caches settle
+GPU_WARM_UP = 3  # calls: the first compiles, the next ones let caches settle
+WAIT = 4_000_000  # cycles, about 2 ms: Python gets ahead of a GPU that waits
+EAGER_CALLS, EAGER_SECONDS = 50, 0.1  # of one sample: the fewer of both
+SETTLED = 0.2  # seconds of products after compiling, in which clocks fell
 
 
 class Spread(NamedTuple):
@@ -43,6 +53,22 @@ class Point(NamedTuple):
     bytes: int
 
 
+class Ready(NamedTuple):
+    """A call that is compiled and warm: two clocks for it, in seconds, and what is odd about the first."""
+
+    device: Callable[[], float]
+    eager: Callable[[], float]
+    note: str = ""
+
+
+class Samples(NamedTuple):
+    """The seconds of a call, round by round; ``eager`` is empty where no device works apart from Python."""
+
+    device: list[float]
+    eager: list[float]
+    note: str = ""
+
+
 class Timer(Protocol):
     """A clock for calls on a device."""
 
@@ -50,11 +76,18 @@ class Timer(Protocol):
     def words(self) -> str:
         """Describe what the seconds are."""
 
-    def warm_up(self, function: Callable[[], object]) -> None:
-        """Call it until caches, clocks and compilers have settled."""
+    @property
+    def is_apart(self) -> bool:
+        """Return whether the device works apart from Python, so that there are two times."""
+
+    def ready(self, function: Callable[[], object]) -> Ready:
+        """Call it until caches and compilers have settled, and return its clocks."""
 
     def sample(self, function: Callable[[], object]) -> float:
-        """Return the seconds of one call."""
+        """Return the seconds of one call, Python's included."""
+
+    def settle(self) -> None:
+        """Bring the device to the clocks that it keeps under load."""
 
     def peak_bytes(self, function: Callable[[], object]) -> int:
         """Return the peak memory of a call beyond its arguments, results included."""
@@ -63,13 +96,20 @@ class Timer(Protocol):
 class CpuTimer:
     """Process CPU time of one thread, or wall time of several."""
 
+    is_apart = False
+
     def __init__(self, threads: int = 1) -> None:
         self.clock = time.process_time if threads == 1 else time.perf_counter
         self.words = "CPU time of one thread" if threads == 1 else f"wall time of {threads} threads"
 
-    def warm_up(self, function: Callable[[], object]) -> None:
+    def ready(self, function: Callable[[], object]) -> Ready:
         """See :class:`Timer`."""
         function()
+        clock = partial(self.sample, function)
+        return Ready(clock, clock)
+
+    def settle(self) -> None:
+        """See :class:`Timer`; does nothing."""
 
     def sample(self, function: Callable[[], object]) -> float:
         """See :class:`Timer`; every call makes new results, as in a program."""
@@ -99,25 +139,56 @@ class CpuTimer:
 
 
 class CudaTimer:
-    """Events around each call, with an empty L2 cache; the flush also hides the time of the launch."""
+    """Device time by replaying a CUDA graph of the call with an empty L2 cache; eager time by the wall."""
 
-    words = "time between CUDA events, L2 flushed"
+    words = "device time of a replayed CUDA graph, L2 flushed"
+    is_apart = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.flushed = torch.empty(FLUSHED, dtype=torch.int8, device=device)
+        self.pool = torch.cuda.graph_pool_handle()  # shared: nobody reads the results of a replay
 
-    def warm_up(self, function: Callable[[], object]) -> None:
-        """See :class:`Timer`."""
-        for _ in range(GPU_WARM_UP):
-            function()
+    def ready(self, function: Callable[[], object]) -> Ready:
+        """See :class:`Timer`; what cannot be captured is timed behind a wait that is longer than Python."""
+        with torch.cuda.device(self.device):
+            for _ in range(GPU_WARM_UP):
+                function()
+            torch.cuda.synchronize(self.device)
+            replay, why = self._capture(function)
+        eager = partial(self.sample, function)
+        if replay is None:
+            return Ready(partial(self._between_events, function, wait=True), eager, f"not captured: {why}")
+        return Ready(partial(self._between_events, replay, wait=False), eager)
+
+    def _capture(self, function: Callable[[], object]) -> tuple[Callable[[], object] | None, str]:
+        """Return the replay of a CUDA graph of a call, or None and the reason."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):  # left in any case: torch stays on it when a capture fails at its end
+            for _ in range(GPU_WARM_UP):
+                function()
+            torch.cuda.synchronize(self.device)
+            try:
+                with torch.cuda.graph(graph, pool=self.pool, stream=side):
+                    function()
+            except Exception as error:  # it reads from the device, or allocates as a graph cannot
+                torch.cuda.synchronize(self.device)  # raises if the context is gone
+                self.pool = torch.cuda.graph_pool_handle()
+                return None, words_of(error)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph.replay()
         torch.cuda.synchronize(self.device)
+        return graph.replay, ""
 
-    def sample(self, function: Callable[[], object]) -> float:
-        """See :class:`Timer`; the median of some calls."""
+    def _between_events(self, function: Callable[[], object], *, wait: bool) -> float:
+        """Return the median seconds of some calls; the flush hides the launch of a graph."""
         with torch.cuda.device(self.device):
             events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(GPU_CALLS)]
             for start, stop in events:
+                if wait:
+                    torch.cuda._sleep(WAIT)
                 self.flushed.zero_()
                 start.record()
                 function()
@@ -125,6 +196,24 @@ class CudaTimer:
             torch.cuda.synchronize(self.device)
             milliseconds: list[float] = [start.elapsed_time(stop) for start, stop in events]
             return median(milliseconds) / 1e3
+
+    def sample(self, function: Callable[[], object]) -> float:
+        """See :class:`Timer`: the mean of many calls that do not wait for one another."""
+
+        def spent(calls: int) -> float:
+            torch.cuda.synchronize(self.device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            torch.cuda.synchronize(self.device)
+            return time.perf_counter() - start
+
+        calls = min(EAGER_CALLS, max(1, int(EAGER_SECONDS / max(spent(1), 1e-9))))
+        return spent(calls) / calls
+
+    def settle(self) -> None:
+        """See :class:`Timer`."""
+        raise_clocks(self.device, SETTLED)
 
     def peak_bytes(self, function: Callable[[], object]) -> int:
         """See :class:`Timer`."""
@@ -173,6 +262,16 @@ def interleave(
     timer: Timer = CPU,
     on_error: Callable[[int, Exception], None] | None = None,
 ) -> list[list[float]]:
+    """Sample each function once per round; see :func:`alternate`. On a GPU this is the device's time."""
+    return [samples.device for samples in alternate(functions, rounds, timer, on_error)]
+
+
+def alternate(
+    functions: list[Callable[[], object]],
+    rounds: int,
+    timer: Timer = CPU,
+    on_error: Callable[[int, Exception], None] | None = None,
+) -> list[Samples]:
     """Sample each function once per round, so that a slow spell of the machine affects all equally.
 
     Args:
@@ -182,22 +281,33 @@ def interleave(
         on_error: takes the number and the exception of a function that raises, which is not called again;
             without it the exception is passed on.
     """
-    samples: list[list[float]] = [[] for _ in functions]
-    failed = set()
-    for turn in range(rounds + 1):
-        for number, function in enumerate(functions):
-            if number in failed:
-                continue
-            try:
-                if turn == 0:
-                    timer.warm_up(function)
-                else:
-                    samples[number].append(timer.sample(function))
-            except Exception as error:
-                if on_error is None:
-                    raise
-                on_error(number, error)
-                failed.add(number)
+    ready: dict[int, Ready] = {}
+    samples = [Samples([], []) for _ in functions]
+
+    def attempt(number: int, take: Callable[[], None]) -> None:
+        try:
+            take()
+        except Exception as error:
+            ready.pop(number, None)
+            if on_error is None:
+                raise
+            on_error(number, error)
+
+    def warm_up(number: int) -> None:
+        ready[number] = timer.ready(functions[number])
+        samples[number] = Samples([], [], ready[number].note)
+
+    def sample(number: int) -> None:
+        samples[number].device.append(ready[number].device())
+        if timer.is_apart:
+            samples[number].eager.append(ready[number].eager())
+
+    for number in range(len(functions)):
+        attempt(number, partial(warm_up, number))
+    timer.settle()
+    for _ in range(rounds):
+        for number in list(ready):
+            attempt(number, partial(sample, number))
     return samples
 
 

@@ -1,9 +1,14 @@
 """The same attention computed by others.
 
 =========  ====================================================================================
-registry   ``PEERS``: peers made of torch and PyG, and the names of all
+registry   ``PEERS``: all of them, and what each needs
+reasons    why a peer cannot run a case
 masks      the kind of a case's mask, read from its relation
-libraries  flash-attn, xFormers, NATTEN and flashinfer, where they are installed
+sdpa       torch's dense kernels
+flex       FlexAttention
+flash      FlashAttention 2, 3 and 4
+libraries  xFormers, NATTEN, flashinfer and cuDNN Flex, where they are installed
+edges      a gather, PyG and torch's sparse matrices
 =========  ====================================================================================
 
 Imports ``cases``. A new peer is a function of a case, listed in ``PEERS``; it raises ``CannotRunError`` with

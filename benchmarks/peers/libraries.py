@@ -1,82 +1,50 @@
-"""Kernels of other libraries, where installed: flash-attn, xFormers, NATTEN, flashinfer.
+"""Kernels of other libraries, where installed: xFormers, NATTEN, flashinfer, cuDNN's Flex Attention.
 
-Each takes [B, L, H, D]; the transposed views cost nothing. One that cannot run a case raises with a reason.
+Each takes [B, N, H, D], and is given tensors stored so. One that cannot run a case raises with a reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..cases.graphs import GraphCase
 from ..cases.tokens import Attend, Case
 from . import masks
+from .reasons import CannotRunError, load
+
+MOST_RANGES = 8  # of a query: cuDNN Flex takes two endpoints for each, and was made for few
 
 
-class CannotRunError(Exception):
-    """A peer cannot compute a case."""
-
-
-def is_on_gpu(case: Case) -> bool:
-    """Return whether the case's tensors are CUDA tensors."""
-    return case.device.startswith("cuda")
-
-
-def _load(case: Case, package: str) -> Any:
-    """Import a package.
-
-    Raises:
-        CannotRunError: if it is not there, or has no kernel for the case's device and dtype.
-    """
+def cudnn_flex(case: Case) -> Attend:
+    """Call cuDNN's Flex Attention on the ranges of keys of each query; the plan is made outside the call."""
+    found = load(case, "cudnn.flex_attention", least=90, below=120)
+    if isinstance(case, GraphCase) or masks.neighbours(case) is not None:
+        raise CannotRunError("knows only ranges of keys, not scattered pairs")
     try:
-        found = import_module(package)
-    except ImportError:
-        raise CannotRunError("is not installed") from None
-    if not is_on_gpu(case):
-        raise CannotRunError("runs only on CUDA devices")
-    if case.dtype == torch.float32:
-        raise CannotRunError("takes only half precision")
-    return found
+        ranges = case.relation.ranges(case.q_len, case.tokens, case.layout.q_start)
+    except ValueError:
+        raise CannotRunError("knows only ranges of keys") from None
+    endpoints = ranges.to_cudnn(case.tokens)  # [1, 2 n - 1, Q]
+    count = endpoints.shape[1] // 2 + 1
+    if count > MOST_RANGES:
+        raise CannotRunError(f"takes only {MOST_RANGES} ranges of keys a query here, which has {count}")
+    packed = endpoints.repeat(1, 1, case.batch).to(case.device)
+    query, key, value = (x.transpose(1, 2).contiguous() for x in case.inputs()[:3])
+    plan = found.create_mask_plan(packed, query, key, value, build_backward=True)
 
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = found.flex_attn_func(query, key, value, mask_plan=plan)
+        return out
 
-def _by_token(call: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Call with [B, L, H, D]."""
-    return call(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
-
-
-def _cumulative(case: Case, documents: tuple[int, ...]) -> Tensor:
-    """Return the start of each document, with the batch laid end to end, and the end."""
-    lengths = torch.tensor(documents * case.batch)
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(case.device, torch.int32)
-
-
-def flash_attn(case: Case) -> Attend:
-    """Call flash-attn: full, causal, windows, packed documents."""
-    found = _load(case, "flash_attn")
-    if documents := masks.documents(case):
-        starts, longest = _cumulative(case, documents), max(documents)
-
-        def packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            out: Tensor = found.flash_attn_varlen_func(
-                *(x.flatten(0, 1) for x in (query, key, value)), starts, starts, longest, longest, causal=True
-            )
-            return out.view(query.shape)
-
-        return partial(_by_token, packed)
-    if width := masks.window(case):
-        return partial(_by_token, partial(found.flash_attn_func, causal=True, window_size=(width - 1, 0)))
-    if masks.is_full(case) or masks.is_causal(case):
-        return partial(_by_token, partial(found.flash_attn_func, causal=masks.is_causal(case)))
-    raise CannotRunError("knows only full, causal, windows and documents")
+    return attend
 
 
 def xformers(case: Case) -> Attend:
     """Call xFormers with its bias classes: the same cases."""
-    _load(case, "xformers")
+    load(case, "xformers")
     ops, biases = import_module("xformers.ops"), import_module("xformers.ops.fmha.attn_bias")
     if case.key_heads is not None:
         raise CannotRunError("needs 5-D tensors for shared key heads, which is another call")
@@ -94,11 +62,11 @@ def xformers(case: Case) -> Attend:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         shape = query.shape
         if documents:
-            query, key, value = (x.reshape(1, -1, *x.shape[2:]) for x in (query, key, value))
+            query, key, value = (x.view(1, -1, *x.shape[2:]) for x in (query, key, value))
         out: Tensor = ops.memory_efficient_attention(query, key, value, attn_bias=bias)
         return out.view(shape)
 
-    return partial(_by_token, attend)
+    return attend
 
 
 def natten(case: Case) -> Attend:
@@ -106,20 +74,20 @@ def natten(case: Case) -> Attend:
     grid, widths = masks.grid(case)
     if not grid:
         raise CannotRunError("knows only neighbourhoods on grids")
-    found = _load(case, "natten")
+    found = load(case, "natten")
     call = getattr(found.functional, f"na{len(grid)}d")
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        on_grid = (x.reshape(x.shape[0], *grid, *x.shape[2:]) for x in (query, key, value))
+        on_grid = (x.view(x.shape[0], *grid, *x.shape[2:]) for x in (query, key, value))
         out: Tensor = call(*on_grid, kernel_size=widths)
         return out.reshape(query.shape)
 
-    return partial(_by_token, attend)
+    return attend
 
 
 def flashinfer(case: Case) -> Attend:
     """Call flashinfer's prefill of one sequence: full, causal, windows; forward only."""
-    found = _load(case, "flashinfer")
+    found = load(case, "flashinfer")
     if case.batch > 1:
         raise CannotRunError("runs only one sequence in this call")
     is_full, width = masks.is_full(case), masks.window(case)
@@ -132,12 +100,4 @@ def flashinfer(case: Case) -> Attend:
         )
         return out[None]
 
-    return partial(_by_token, attend)
-
-
-LIBRARIES: dict[str, Callable[[Case], Attend]] = {
-    "flash-attn": flash_attn,
-    "xFormers": xformers,
-    "NATTEN": natten,
-    "flashinfer": flashinfer,
-}
+    return attend

@@ -12,11 +12,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..measure import terminal
-from ..measure.race import MATMUL, OURS
-from ..measure.record import Entry, Results, is_timed, others, quickest, why_untimed
+from ..measure.race import DEFAULT, MATMUL, OURS
+from ..measure.record import Entry, Results, eager_ratio, is_timed, others, quickest, why_untimed
 from ..measure.timing import Spread
 from ..static.figures import LOOPS, PASSES, Key, load
-from .tables import verdicts
+from .tables import notes, verdicts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,6 +59,7 @@ def render(results: Results, plots: Mapping[str, str]) -> str:
         _list(verdicts(results)),
         _gallery(results),
         _table(results["entries"]),
+        _list(notes(results["entries"])),
         _list([f"{what}: raised {error}" for what, error in results["raised"].items()]),
         _static(),
         _how(machine, results),
@@ -198,20 +199,22 @@ def _table(entries: Sequence[Entry]) -> str:
         share = entry["ratios"].get(MATMUL, [0.0])[0]
         peers = "<br>".join(
             f"{escape(name)} <b>{terminal.number(ratio[0])}x</b> "
-            f"<small>({terminal.number(ratio[1])} to {terminal.number(ratio[2])})</small>"
+            f"<small>({terminal.number(ratio[1])} to {terminal.number(ratio[2])}{_eager_words(entry, name)})"
+            "</small>"
             for name, ratio in others(entry).items()
         )
         why = "; ".join(f"{name} {reason}" for name, reason in entry["refused"].items())
         seconds = Spread(*entry["seconds"][OURS])
         rows.append(
             f"<tr>{what}<td>{terminal.time(seconds.median)}<br><small>"
-            f"{terminal.time(seconds.low)} to {terminal.time(seconds.high)}</small></td>"
+            f"{terminal.time(seconds.low)} to {terminal.time(seconds.high)}{_eager_time(entry)}</small></td>"
             f"<td>{terminal.number(entry['gflops'])}</td>"
             f"<td class='bar' style='--share:{min(share, 1):.0%}'>{share:.0%}</td>"
             f"<td title='{escape(why, quote=True)}'>{peers}</td>"
             f"<td>{terminal.time(entry['layout']['seconds'][0])}</td>"
             f"<td>{terminal.size(entry['layout']['bytes'])}</td>"
-            f"<td>{terminal.size(entry['bytes'].get(OURS, 0))}</td><td>{escape(entry['backend'])}</td></tr>"
+            f"<td>{terminal.size(entry['bytes'].get(OURS, 0))}</td>"
+            f"<td>{escape(entry['backend'])}{_default(entry)}</td></tr>"
         )
     header = (
         "case",
@@ -230,6 +233,24 @@ def _table(entries: Sequence[Entry]) -> str:
         "forward, five more backward. Hover over an empty cell to see why a peer is missing.</p>"
         f"<div class='panel'><table><tr>{head}</tr>{''.join(rows)}</table></div>"
     )
+
+
+def _eager_time(entry: Entry) -> str:
+    """Return our eager time, where it is not the device's."""
+    return f"<br>eager {terminal.time(entry['eager'][OURS][0])}" if OURS in entry["eager"] else ""
+
+
+def _eager_words(entry: Entry, name: str) -> str:
+    ratio = eager_ratio(entry, name)
+    return "" if ratio is None else f"; eager {terminal.number(ratio)}x"
+
+
+def _default(entry: Entry) -> str:
+    """Return the backend of a call with the relation, and its time if it was taken."""
+    if DEFAULT not in entry["seconds"]:
+        return ""
+    seconds = terminal.time(entry["seconds"][DEFAULT][0])
+    return f"<br><small>by default {escape(entry['default'])}, {seconds}</small>"
 
 
 def static_rows() -> list[list[str]]:
@@ -270,10 +291,23 @@ def _how(machine: Mapping[str, Any], results: Results) -> str:
         "<li>Peers must give the same results; one that does not is not timed.</li>"
         "<li>Layouts are built once and shared by all layers: time and bytes have columns of their own.</li>"
         "<li>Memory is the most that one call holds beyond its arguments, with results and gradients.</li>"
+        f"{_apart(machine)}"
         f"<li>{len(results['entries'])} results. On other devices: <code>make bench</code>, or "
         "<code>python -m attnbias bench --device cuda</code>. The file "
         "<code>results/&lt;device&gt;.json</code> holds no host or user name; attach it to an issue, so that "
         "others can compare.</li></ul>"
+    )
+
+
+def _apart(machine: Mapping[str, Any]) -> str:
+    if machine["kind"] != "cuda":
+        return ""
+    modes = machine.get("modes") or {}
+    caps = ", ".join(f"{name} {value}" for name, value in modes.items() if value is not None)
+    return (
+        "<li>Times are the device's: a call is replayed from a CUDA graph, with an empty L2 cache. "
+        "Eager is the wall time of a call among many, so it includes Python's part.</li>"
+        f"<li>{escape(caps) or 'The driver told no clocks'}.</li>"
     )
 
 

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from ..measure import terminal
-from ..measure.race import FAILED, MATMUL, OURS
-from ..measure.record import Entry, Results, SweepPoint, dense_ratio, is_timed, others, why_untimed
+from ..measure.race import DEFAULT, FAILED, MATMUL, OURS
+from ..measure.record import (
+    Entry,
+    Results,
+    SweepPoint,
+    dense_ratio,
+    eager_ratio,
+    is_timed,
+    others,
+    why_untimed,
+)
 from ..measure.sweep import AUTO, EDGES, MASKED, TILES, TOLERATED, crossover, regret
 from ..measure.timing import Spread
 from ..peers.registry import DENSE
@@ -13,6 +22,9 @@ from ..peers.registry import DENSE
 def print_run(results: Results) -> None:
     """Print everything that a run found."""
     _attention(results["entries"])
+    _eager(results["entries"])
+    for line in (*notes(results["entries"]), *_anew(results)):
+        print(line)
     _reasons(results["entries"])
     for what, error in results["raised"].items():
         print(f"{what}: raised {error}")
@@ -48,6 +60,53 @@ def _attention(entries: list[Entry]) -> None:
     terminal.table("Attention: only useful work is counted", [*header, "its bytes", "memory"], rows)
 
 
+def _eager(entries: list[Entry]) -> None:
+    """Print the times of a program that calls and calls, where they are not the device's."""
+    rows = []
+    for entry in entries:
+        if OURS not in entry["eager"]:
+            continue
+        eager, device = entry["eager"], entry["seconds"]
+        peers = [f"{name} {eager_ratio(entry, name):.3g}x" for name in others(entry) if name in eager]
+        call = f"{terminal.time(eager[DEFAULT][0])}, " if DEFAULT in eager else ""
+        rows.append(
+            [
+                entry["case"],
+                "both" if entry["backward"] else "forward",
+                terminal.time(device[OURS][0]),
+                terminal.times(Spread(*eager[OURS])),
+                f"{eager[OURS][0] / device[OURS][0]:.2f}x",
+                "\n".join(peers),
+                entry["backend"],
+                f"{call}{entry['default']}",
+            ]
+        )
+    if rows:
+        header = ["case", "pass", "on the device", "eager", "over it", "peer / attnbias, eager", "backend"]
+        title = "Eager: the wall time of a call among many, Python's part included"
+        terminal.table(title, [*header, "default call"], rows)
+
+
+def notes(entries: list[Entry]) -> list[str]:
+    """Return what is odd about times, and GPUs that slowed down in a case."""
+    lines = []
+    for entry in entries:
+        case = f"{entry['case']}, {'forward and backward' if entry['backward'] else 'forward'}"
+        lines += [f"{name}, {case}: {note}" for name, note in entry["notes"].items()]
+        slowed = {why for each in entry["clocks"] if each for why in each.get("slowed_by") or ()} - {"idle"}
+        if slowed:
+            lines.append(f"{case}: the GPU was slowed by {', '.join(sorted(slowed))}")
+    return lines
+
+
+def _anew(results: Results) -> list[str]:
+    found = results["layouts_anew"]
+    if not found:
+        return []
+    words = ", ".join(f"{name} {ms:.3g} ms" for name, ms in found["milliseconds"].items())
+    return [f"A layout made anew in every step, {found['tokens']:,} tokens: {words}."]
+
+
 def _reasons(entries: list[Entry]) -> None:
     """Print once why each peer was left out of which cases."""
     said: dict[tuple[str, str], list[str]] = {}
@@ -59,10 +118,14 @@ def _reasons(entries: list[Entry]) -> None:
         if entry["fault"]:
             print(f"{entry['case']}: {entry['fault']}")
     known = {entry["case"] for entry in entries}
+    everywhere: dict[str, list[str]] = {}
     for (peer, why), cases in said.items():
         if set(cases) == known:
-            print(f"{peer}: {why}")
-        elif not _is_plain(why):
+            everywhere.setdefault(why, []).append(peer)
+    for why, peers in everywhere.items():
+        print(f"{', '.join(peers)}: {why}")
+    for (peer, why), cases in said.items():
+        if set(cases) != known and not _is_plain(why):
             print(f"{peer}, {', '.join(cases)}: {why}")
 
 

@@ -20,6 +20,7 @@ reads              counts what the host reads from tensors
 interpreter        runs a test file again in Triton's interpreter
 gpu_programs       small Triton programs for the emulator
 handwritten_ptx    kernels written in PTX by hand, for the emulator
+cuda               a stand-in for torch.cuda whose host and device have clocks of their own
 benchmarks         points of a sweep, as a run records them
 source             the project's source, for test_house
 pyg                graphs and options for comparing the layers with PyG's

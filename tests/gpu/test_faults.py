@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 from cases import gpu_programs as programs
-from ptxemu import Deadlock, OutOfBounds, RaceError, emulated_gpu
+from ptxemu import AbsentLanes, Deadlock, OutOfBounds, RaceError, emulated_gpu
 
 IS_KNOWN = triton.__version__.startswith("3.7.")
 
@@ -124,6 +124,29 @@ def test_lost_wait_for_copies_is_detected():
     assert not torch.equal(run(products, 80, lost, late=True), right)
     with pytest.raises(RaceError, match=r"shared memory: ldmatrix.* reads what another has written"):
         run(products, 80, lost, racecheck=True)
+
+
+LANE_THREE = ".reg .pred %p_three; .reg .b32 %at; mov.u32 %at, %laneid; setp.eq.s32 %p_three, %at, 3; "
+SHUFFLES = {
+    "switched off": (r"@!%p_three \1", AbsentLanes, r"got lanes \[3\] of warp 0 exited or switched off"),
+    "jumped over": (
+        r"@%p_three bra ROUND; \1 ROUND:",  # to the next one
+        Deadlock,
+        r"lanes \[0, 1, 2, 4, .*; lanes \[3\] of warp 0 wait for others at shfl",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", SHUFFLES)
+def test_a_lane_missing_from_a_shuffle_is_an_error(fault):
+    replacement, error, message = SHUFFLES[fault]
+    with pytest.raises(error, match=message):
+        run(rows, 80, change(r"(shfl\.sync[^;]*;)", LANE_THREE + replacement))
+
+
+def test_a_lane_that_comes_late_to_a_shuffle_is_waited_for():
+    late = r"@%p_three bra AWAY; BACK: \1 bra END; AWAY: bra BACK; END:"
+    assert torch.equal(run(rows, 80, change(r"(shfl\.sync[^;]*;)", LANE_THREE + late)), run(rows, 80))
 
 
 # Barriers and waits that order accesses to shared memory: program, architecture, the pattern to drop, and

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from cases.handwritten_ptx import THREADS, launch
-from ptxemu import Deadlock, Kernel, Unsupported
+from ptxemu import Deadlock, Kernel, OutOfBounds, Unsupported
 
 # -- matrices --------------------------------------------------------------------------------------
 
@@ -221,6 +221,68 @@ def test_exited_threads_are_not_waited_for():
     """
     arrays, _ = launch(body, [np.zeros(THREADS, np.uint32)])
     assert arrays[0].sum() == 41
+
+
+BULK = """
+  setp.eq.u32 %p1, %r299, 0; mul.lo.s32 %r1, %r299, 8; mad.lo.u64 %l1, %l59, 8, %l50;
+  ld.global.v2.b32 {%r2, %r3}, [%l1]; st.shared.v2.b32 [%r1], {%r2, %r3}; bar.sync 0;
+  mov.b32 %r4, 512; mov.u32 %r5, %ctaid.x; cvt.u64.u32 %l2, %r5; mad.lo.u64 %l2, %l2, STRIDE, %l51;
+  @%p1 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%l2], [smem], %r4;
+  cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;
+"""
+
+
+def test_bulk_additions():
+    """float32 numbers of shared memory are added to global memory, by several CTAs to the same."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 128)).astype(np.float32)
+    arrays, report = launch(BULK.replace("STRIDE", "0"), [x, y], ctas=3, shared=512, racecheck=True)
+    np.testing.assert_array_equal(arrays[1], y + x + x + x)
+    assert not report.races and report.counters.bytes["tma.st"] == 3 * 512
+    arrays, _ = launch(BULK.replace("STRIDE", "256"), [x, np.zeros(256, np.float32)], ctas=3, shared=512)
+    wanted = np.zeros(256, np.float32)
+    for start in (0, 64, 128):
+        wanted[start : start + 128] += x
+    np.testing.assert_array_equal(arrays[1], wanted)
+
+
+def test_bulk_additions_are_checked():
+    x = np.zeros(128, np.float32)
+    with pytest.raises(OutOfBounds, match=r"global access out of bounds.* size 512"):
+        launch(BULK.replace("STRIDE", "16"), [x, x], ctas=2, shared=512)
+    with pytest.raises(OutOfBounds, match="misaligned global access"):
+        launch(BULK.replace("STRIDE", "4"), [x, np.zeros(256, np.float32)], ctas=2, shared=512)
+    with pytest.raises(OutOfBounds, match="shared access out of bounds"):
+        launch(BULK.replace("STRIDE", "0"), [x, x], shared=496, threads=32)
+    lost = BULK.replace("STRIDE", "0").replace("bar.sync 0;", "")
+    races = launch(lost, [x, x], shared=512, racecheck=True)[1].races
+    assert any("cp.reduce.async.bulk" in race and "reads what another" in race for race in races)
+    with pytest.raises(Unsupported, match=r"cp\.reduce\.async\.bulk.*add\.f16"):
+        launch(BULK.replace("STRIDE", "0").replace("add.f32", "add.f16"), [x, x], shared=512)
+
+
+def test_bulk_stores_of_two_ctas_to_one_place_are_a_race():
+    plain = BULK.replace("cp.reduce", "cp").replace("bulk_group.add.f32", "bulk_group")
+    x, out = np.arange(128, dtype=np.float32), np.zeros(256, np.float32)
+    arrays, report = launch(plain.replace("STRIDE", "512"), [x, out], ctas=2, shared=512, racecheck=True)
+    assert (arrays[1] == np.tile(x, 2)).all() and not report.races
+    races = launch(plain.replace("STRIDE", "256"), [x, out], ctas=2, shared=512, racecheck=True)[1].races
+    assert any("global memory: two CTAs write" in race for race in races)
+
+
+def test_clusters_have_one_cta():
+    """An address in the cluster is one of the CTA; other ranks and larger clusters are refused."""
+    body = """
+      shl.b32 %r1, %r299, 2; st.shared.b32 [%r1], %r299; mov.u32 %r2, %cluster_ctarank;
+      mapa.shared::cluster.u32 %r3, %r1, %r2; ld.shared.b32 %r4, [%r3];
+      mad.lo.u64 %l1, %l59, 4, %l50; st.global.b32 [%l1], %r4;
+    """
+    arrays, _ = launch(body, [np.zeros(THREADS, np.uint32)], shared=4 * THREADS)
+    np.testing.assert_array_equal(arrays[0], np.arange(THREADS))
+    with pytest.raises(Unsupported, match=r"wanted rank 0 in a cluster of one CTA, got 1"):
+        launch(body.replace("%r1, %r2;", "%r1, 1;"), arrays, shared=4 * THREADS)
+    with pytest.raises(Unsupported, match=r"^two: wanted clusters of one CTA, got 4"):
+        Kernel(".entry two() .reqntid 32 .reqnctapercluster 2, 2, 1 { ret; }")
 
 
 def test_unknown_instructions_are_named():

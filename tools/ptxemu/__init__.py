@@ -11,6 +11,7 @@ missing barriers, missing waits and races, and counts blocks, bytes and multiply
 each module, what is checked, what is not, and how to add an instruction.
 """
 
+from .converge import AbsentLanes
 from .coverage import Coverage
 from .decode import Unsupported
 from .driver import LaunchRecord, emulated_gpu
@@ -21,6 +22,7 @@ from .schedule import Deadlock
 from .tma import TensorMap
 
 __all__ = [
+    "AbsentLanes",
     "Coverage",
     "Deadlock",
     "Kernel",

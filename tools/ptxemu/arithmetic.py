@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .decode import Decoder, Step, instruction, refuse
+from .decode import Decoder, Step, Unsupported, instruction, refuse
 from .parse import Instruction
 from .state import Group
 from .values import BITS, FLOATS, NUMPY, RAW, Array, Mask, fma, fma_down, from_bf16, from_f16, to_bf16, to_f16
@@ -413,3 +413,18 @@ def _address_space(ins: Instruction, code: Decoder) -> Step:
     """Copy an address, which is the same in every space, or a cache policy, which does nothing."""
     origin = "0" if ins.name == "createpolicy" else ins.operands[1]
     return code.elementwise(ins.operands[0], lambda a: a, code.source(origin, "b64"))
+
+
+@instruction("mapa")
+def _in_cluster(ins: Instruction, code: Decoder) -> Step:
+    """Copy a shared address into the CTA of a rank of the cluster: here always this one."""
+    address, rank = code.source(ins.operands[1], f"b{BITS[ins.type]}"), code.source(ins.operands[2])
+    register = code.register(ins.operands[0])
+
+    def step(group: Group, mask: Mask) -> None:
+        ranks = group.wide(rank(group))[group.active(mask)]
+        if ranks.any():
+            raise Unsupported(f"{ins}: wanted rank 0 in a cluster of one CTA, got {int(ranks.max())}")
+        group.write(register, address(group), mask)
+
+    return step

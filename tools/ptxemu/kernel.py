@@ -12,6 +12,7 @@ import numpy as np
 
 # Each of these registers the decoders of its instructions.
 from . import access, arithmetic, atomics, convert, cp_async, mbarrier, mma, tcgen05, tma, warp, wgmma  # noqa: F401
+from .converge import Meeting
 from .counters import Counters, Wavefronts, pipe
 from .decode import Decoder, Source, Step, Unsupported, decode
 from .memory import Memory
@@ -64,6 +65,8 @@ class Kernel:
     def __init__(self, ptx: str, name: str | None = None) -> None:
         self.function: Function = parse(ptx, name)
         self.name = self.function.name
+        if self.function.cluster > 1:
+            raise Unsupported(f"{self.name}: wanted clusters of one CTA, got {self.function.cluster}")
         self._code = Decoder(self.function)
         instructions = self.function.instructions
         starts = _block_starts(self.function)
@@ -71,8 +74,8 @@ class Kernel:
         ends = [*starts[1:], len(instructions)]
         bodies = [instructions[a:b] for a, b in zip(starts, ends, strict=True)]
         self.opcodes = [Counter(ins.opcode for ins in body) for body in bodies]  # of each block
-        self.blocks = [self._block(i, body) for i, body in enumerate(bodies)]
         self.texts = bodies
+        self.blocks = [self._block(i, body) for i, body in enumerate(bodies)]
 
     @property
     def parameters(self) -> int:
@@ -82,19 +85,36 @@ class Kernel:
 
     def _block(self, number: int, body: Sequence[Instruction]) -> Block:
         following = number + 1 if number + 1 < len(self._block_at) else EXIT
+        waits = any(ins.opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait")) for ins in body)
+        if waits and self._only_goes_to(following, number):
+            following = number
         barrier = self._barrier(body[0]) if _is_barrier(body[0]) else None
         terminator: Terminator = lambda group, mask: following  # noqa: E731
         steps: list[tuple[Source | None, Step]] = []
+        meetings: dict[int, Meeting] = {}
         for ins in body if barrier is None else ():
             guard = self._code.predicate(ins.guard) if ins.guard else None
             if ins.name in _JUMPS:
                 terminator = self._jump(ins, guard, following)
                 continue
             step = _trap if ins.name == "trap" else decode(ins, self._code)
+            meeting = Meeting.of(ins, self._code)
+            if meeting is not None:
+                meetings[len(steps)] = meeting
+                step = step or _nothing
+                if guard is not None or meeting.members is not None:
+                    step = meeting.guarded(step)
             if step is not None:
                 steps.append((guard, step))
-        waits = any(ins.opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait")) for ins in body)
-        return Block(steps, terminator, barrier, waits)
+        return Block(steps, terminator, barrier, waits, meetings)
+
+    def _only_goes_to(self, number: int, to: int) -> bool:
+        """Return whether a block does nothing but jump to another, as inline assembly does to test again."""
+        if number == EXIT:
+            return False
+        *idle, last = self.texts[number]
+        is_idle = all(ins.name == "nanosleep" for ins in idle)
+        return is_idle and last.name == "bra" and last.guard is None and self._target(last.operands[0]) == to
 
     def _barrier(self, ins: Instruction) -> NamedBarrier:
         if ins.guard is not None:
@@ -256,6 +276,10 @@ def _is_barrier(ins: Instruction) -> bool:
     return ins.opcode.startswith(
         ("bar.sync", "bar.arrive", "barrier.sync", "barrier.cta", "barrier.arrive")
     ) and ("red" not in ins.modifiers)
+
+
+def _nothing(group: Group, mask: Mask) -> None:
+    """Do nothing, at an instruction at which lanes only meet."""
 
 
 def _trap(group: Group, mask: Mask) -> None:

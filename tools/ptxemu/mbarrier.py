@@ -145,23 +145,24 @@ def _arrive_with_copies(ins: Instruction, code: Decoder) -> Step:
 
 @instruction("mbarrier.try_wait", "mbarrier.test_wait")
 def _wait(ins: Instruction, code: Decoder) -> Step:
-    """Test once per warp whether the phase of a parity is over; the program itself branches back."""
+    """Test whether the phase of a parity is over; the program itself branches back."""
     if "parity" not in ins.modifiers:
         refuse(ins)
     address, parity = code.address(ins.operands[1]), code.source(ins.operands[2])
 
     def values(group: Group, mask: Mask) -> list[Array]:
         batch = group.batch
-        at, parities = group.by_warp(address(group)), group.by_warp(parity(group))
+        at, parities = group.by_warp(address(group)), group.by_warp(parity(group)) & np.uint32(1)
         active = np.ones(at.shape, bool) if mask is None else mask.reshape(-1, 32)
-        over = np.ones(len(at), bool)
+        over = np.ones(at.shape, bool)
         for warp in np.nonzero(active.any(1))[0]:
-            lane = int(np.argmax(active[warp]))
             place, thread = int(group.place[32 * warp]), int(group.thread[32 * warp])
-            barrier = find(batch, place, int(at[warp, lane]), thread // 32)
-            over[warp] = barrier.phase != int(parities[warp, lane]) & 1
-            if over[warp] and batch.races is not None:
-                batch.races.wait(barrier, place, thread // 32)
-        return [np.repeat(over, 32)]
+            wanted = np.stack([at[warp], parities[warp]])  # nearly always one for the whole warp
+            for where, phase in np.unique(wanted[:, active[warp]], axis=1).T:
+                barrier = find(batch, place, int(where), thread // 32)
+                over[warp, (wanted[0] == where) & (wanted[1] == phase)] = barrier.phase != phase
+                if barrier.phase != phase and batch.races is not None:
+                    batch.races.wait(barrier, place, thread // 32)
+        return [over.reshape(-1)]
 
     return code.assign_all(ins.operands[:1], values)

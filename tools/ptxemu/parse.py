@@ -84,6 +84,7 @@ class Function:
     name: str
     parameters: list[Parameter]
     threads: int  # per CTA, if the text declares it
+    cluster: int = 1  # CTAs of a cluster
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # number of the next instruction
     tables: dict[str, list[str]] = field(default_factory=dict)  # labels that a brx.idx may go to
@@ -115,7 +116,9 @@ def parse(ptx: str, name: str | None = None) -> Function:
         raise KeyError(f"no kernel {name}; the module has {re.findall(r'.entry ([^(]*)', ptx)}")
     parameters = [Parameter(t, n, bool(size)) for t, n, size in _PARAMETER.findall(head[2].strip() + "\n")]
     threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", head[3])
-    function = Function(head[1], parameters, int(threads[1]) if threads else 128)
+    cluster = re.search(r"\.reqnctapercluster\s+(\d+(?:\s*,\s*\d+)*)", head[3])
+    ctas = math.prod(map(int, cluster[1].split(","))) if cluster else 1
+    function = Function(head[1], parameters, int(threads[1]) if threads else 128, ctas)
     body = ptx[head.end() : _closing_brace(ptx, head.end())]
     outside = re.sub(r"\.extern\s+\.func.*?;", "", ptx, flags=re.S)
     outside = re.sub(r"^[^\n]*\.(?:func|entry)\b.*?^}", "", outside, flags=re.S | re.M)

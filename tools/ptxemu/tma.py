@@ -169,11 +169,11 @@ def _note_shared(group: Group, lane: int, what: str, start: Array, item: int, wr
         races.read(what, words, place, warp, races.tma)
 
 
-@instruction("cp.async.bulk")
+@instruction("cp.async.bulk", "cp.reduce.async.bulk")
 def _bulk_copy(ins: Instruction, code: Decoder) -> Step:
-    """Copy contiguous bytes."""
-    loads = ".shared::" in ins.opcode.partition(".global")[0]
-    if loads == (".global" not in ins.opcode):
+    """Copy contiguous bytes, or add float32 numbers to global memory."""
+    loads, adds = ".shared::" in ins.opcode.partition(".global")[0], ins.modifiers[0] == "reduce"
+    if ".global" not in ins.opcode or (adds and (loads or not ins.opcode.endswith(".add.f32"))):
         refuse(ins)
     first, second = code.address(ins.operands[0]), code.address(ins.operands[1])
     length = code.source(ins.operands[2])
@@ -191,9 +191,15 @@ def _bulk_copy(ins: Instruction, code: Decoder) -> Step:
             inside = start + int(group.shared_base[lane])
             _note_shared(group, int(lane), ins.opcode, np.arange(inside, inside + size, 16), 16, loads)
             here, there = slice(inside, inside + size), slice(offset, offset + size)
+            if group.launch.races is not None and not adds:  # as for other atomics
+                note = group.launch.races.read if loads else group.launch.races.write
+                note(np.arange(offset, offset + size, 16), 16, np.array(group.cta_number[lane]))
             if barrier is not None:
                 group.batch.shared[here] = memory.view[8][there]
                 receive(group, int(lane), int(barrier(group)[lane]), size)
+            elif adds:
+                total = memory.view[8][there].view(np.float32) + group.batch.shared[here].view(np.float32)
+                memory.view[8][there] = total.view(np.uint8)
             else:
                 memory.view[8][there] = group.batch.shared[here]
 

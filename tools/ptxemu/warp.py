@@ -36,7 +36,10 @@ def _shuffle(ins: Instruction, code: Decoder) -> Step:
             source = {"bfly": _LANES ^ b, "down": _LANES + b, "up": _LANES - b}[mode]
         inside = source >= last if mode == "up" else source <= last
         source = np.where(inside, source, _LANES)
-        return [np.take_along_axis(lanes, source, 1).reshape(-1), inside.reshape(-1)]
+        found = np.take_along_axis(lanes, source, 1)
+        if mask is not None:  # what a lane reads from one that takes no part is undefined: make it show
+            found = np.where(np.take_along_axis(mask.reshape(-1, 32), source, 1), found, ~found.dtype.type(0))
+        return [found.reshape(-1), inside.reshape(-1)]
 
     return code.assign_all(ins.operands[0].split("|"), values)
 
@@ -110,9 +113,14 @@ def _reduce(ins: Instruction, code: Decoder) -> Step:
 @instruction("elect")
 def _elect(ins: Instruction, code: Decoder) -> Step:
     """Elect one lane of each warp, here the first."""
-    return code.assign_all(
-        ins.operands[0].split("|"), lambda group, mask: [constant(0, 32), group.lane == np.uint32(0)]
-    )
+
+    def values(group: Group, mask: Mask) -> list[Array]:
+        if mask is None:
+            return [constant(0, 32), group.lane == np.uint32(0)]
+        first = np.repeat(np.argmax(mask.reshape(-1, 32), 1).astype(np.uint32), 32)
+        return [first, group.lane == first]
+
+    return code.assign_all(ins.operands[0].split("|"), values)
 
 
 @instruction("bar.red", "barrier.red", "barrier.cta.red")

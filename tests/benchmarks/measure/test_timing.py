@@ -4,40 +4,64 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
+from cases.cuda import FakeCuda
 
 from attnbias.benchmarks.measure import terminal, timing
 
 
-def test_cuda_samples_are_between_events_after_a_flush(monkeypatch):
-    """On stand-ins for torch.cuda: each call has its own events, with nothing else between them."""
-    order, clock = [], itertools.count(0.0, 5.0)
+@pytest.fixture
+def gpu(monkeypatch):
+    return FakeCuda(monkeypatch, timing)
 
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
 
-        def record(self):
-            order.append("event")
-            self.at = next(clock)
+CUDA = torch.device("cuda")
 
-        def elapsed_time(self, end):
-            return end.at - self.at
 
-    class Flushed:
-        def zero_(self):
-            order.append("flush")
+@pytest.mark.parametrize(
+    ("host", "device", "eager"),
+    [(300e-6, 100e-6, 300e-6), (50e-6, 500e-6, 500e-6)],
+    ids=["Python is longer", "the kernel is longer"],
+)
+def test_device_and_eager_times_are_apart(gpu, host, device, eager):
+    """A call of 0.1 ms on the device took 0.3 ms in the table, because Python prepared the next one."""
+    ready = timing.CudaTimer(CUDA).ready(gpu.call(host, device))
+    assert ready.device() == pytest.approx(device, rel=1e-6) and ready.note == ""
+    assert ready.eager() == pytest.approx(
+        eager, rel=0.2
+    )  # the first and the last call of a sample overlap less
+    assert gpu.log.count("replay") == 1 + timing.GPU_CALLS
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("wait"))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: timing.using_threads(1))
-    timer = timing.CudaTimer.__new__(timing.CudaTimer)
-    timer.device, timer.flushed = torch.device("cpu"), Flushed()
-    assert timer.sample(lambda: order.append("call")) == 5e-3
-    assert order == ["flush", "event", "call", "event"] * timing.GPU_CALLS + ["wait"]
-    order.clear()
-    timer.warm_up(lambda: order.append("call"))
-    assert order == ["call"] * timing.GPU_WARM_UP + ["wait"]
+
+def test_call_that_cannot_be_captured_is_timed_behind_a_wait(gpu):
+    gpu.why_not = RuntimeError("operation not permitted when stream is capturing\nmore")
+    ready = timing.CudaTimer(CUDA).ready(gpu.call(300e-6, 100e-6))
+    assert ready.device() == pytest.approx(100e-6, rel=1e-6)
+    assert ready.note.startswith("not captured: RuntimeError: operation not permitted")
+    assert ready.eager() == pytest.approx(300e-6, rel=0.2)
+    assert gpu.stream == "default" and "replay" not in gpu.log
+
+
+def test_samples_keep_both_times_and_clocks_are_raised_after_compiling(gpu):
+    def fail():
+        raise RuntimeError("in the third call")
+
+    failed = []
+    functions = [gpu.call(300e-6, 100e-6), fail, gpu.call(50e-6, 500e-6)]
+    found = timing.alternate(functions, 2, timing.CudaTimer(CUDA), lambda *error: failed.append(error))
+    assert [len(each.device) for each in found] == [len(each.eager) for each in found] == [2, 0, 2]
+    assert found[0].device == pytest.approx([100e-6] * 2) and found[2].eager == pytest.approx(
+        [500e-6] * 2, 0.2
+    )
+    assert [number for number, _ in failed] == [1]
+    assert gpu.log.index("settle") > gpu.log.index("replay") and gpu.log.count("settle") == 1
+    assert timing.interleave(functions[:1], 2, timing.CudaTimer(CUDA)) == [pytest.approx([100e-6] * 2)]
+
+
+def test_a_cpu_has_one_time():
+    (found,) = timing.alternate([lambda: None], 2)
+    assert len(found.device) == 2 and found.eager == [] and found.note == ""
 
 
 def test_peak_bytes_counts_what_is_held_at_once():
