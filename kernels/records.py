@@ -54,6 +54,15 @@ class Lists(NamedTuple):
         }
 
 
+class Pieces(NamedTuple):
+    """The results of parts of lists, float32, a slot for each part of a list; None for what is not made."""
+
+    d: Tensor | None = None  # [slots, rows of a tile, D]
+    e: Tensor | None = None  # [slots, rows, E]
+    lse2: Tensor | None = None  # [slots, rows]
+    row_max: Tensor | None = None  # [slots, rows]
+
+
 class Places(NamedTuple):
     """Where a call stands in a larger problem of which it is a part; all None without one."""
 

@@ -33,6 +33,7 @@ class Kept:
     edge_numbers: int | None = None
     used_tiles: int | None = None
     longest: tuple[int, int] | None = None
+    lengths: tuple[list[int], list[int]] | None = None
     made: Made | None = None  # of a layout in a cache
 
     def __init__(self, buffer: Tensor, where: Tensor) -> None:
@@ -219,6 +220,16 @@ class Record:
             kept.longest = row, column
         return kept.longest
 
+    @property
+    def lengths(self) -> tuple[list[int], list[int]] | None:
+        """How many tiles each list holds, by query and by key; None if only a GPU knows: nothing waits."""
+        kept = self.kept
+        if kept.lengths is None and self.buffer.device.type == "cpu":
+            pointers = (self.fields.q_ptr.numpy(), self.fields.k_ptr.numpy())
+            by_query, by_key = ((ptr[..., -1] - ptr[..., 0]).reshape(-1).tolist() for ptr in pointers)
+            kept.lengths = by_query, by_key
+        return kept.lengths
+
     def to(self, device: torch.device | str) -> Self:
         """Return the same layout on another device."""
         moved = type(self)(self.buffer.to(device), self.where)
@@ -228,4 +239,6 @@ class Record:
         self.listed(self.batch, self.heads)
         moved.kept.used_tiles = self.kept.used_tiles
         moved.kept.longest = self.longest
+        if self.header.tiles:
+            moved.kept.lengths = self.lengths
         return moved.trust()

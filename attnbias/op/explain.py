@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..backends import sdpa
+from ..backends import sdpa, triton
+from ..backends.triton.work import describe_splits
 from . import dispatch
 from .problem import Problem
 
@@ -28,6 +29,7 @@ class Explanation:
     why: str
     others: dict[str, str]  # why not the others
     layout: Stats  # of all groups: heads and batch elements that share a relation share a group
+    split: str = ""  # into how many GPU programs long rows are split, for each result; "" if none is
 
     def __str__(self) -> str:
         stats = self.layout
@@ -38,6 +40,7 @@ class Explanation:
             ("edges", f"{stats.edges}"),
             ("pairs", f"{stats.pairs} needed, {stats.executed} executed ({stats.waste:.2f}x)"),
             ("layout", f"{stats.bytes} bytes, {stats.patterns} patterns"),
+            *((("split", self.split),) if self.split else ()),
         ]
         return "\n".join(f"{name:8}{what}" for name, what in rows)
 
@@ -80,7 +83,9 @@ def explain(
     name = dispatch.asked_for(backend)
     chosen = dispatch.choose(problem, name)
     others = {other: _why_not(problem, other, chosen) for other in dispatch.BACKENDS if other != chosen}
-    return Explanation(chosen, _why(name, chosen), others, problem.lay_out().stats())
+    layout = problem.lay_out()
+    split = describe_splits(problem, layout) if chosen == triton.name else ""
+    return Explanation(chosen, _why(name, chosen), others, layout.stats(), split)
 
 
 def _why(asked: str | None, chosen: str) -> str:

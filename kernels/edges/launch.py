@@ -15,7 +15,7 @@ from torch import Tensor
 from ..launch.plans import launch_with
 from ..records import Strided
 from ..tiles.terms import NO_DROPOUT, Dropout
-from ..tiles.tile import LN2, LOG2E
+from ..tiles.tile import LN2, LOG2E, join
 from .items import STEP, EdgeLists, Items, Side
 from .tile import (
     columns_of,
@@ -82,13 +82,7 @@ def edge_merge(
             if row_max.part is not None:
                 tops = tl.where(is_piece[:, None], tl.load(row_max.part + line), -float("inf"))
                 highest = tl.maximum(highest, tl.max(tops, 0)[None])
-            top = tl.maximum(m, tl.max(s, 0)[None])
-            safe = tl.where(top == -float("inf"), 0.0, top)
-            p = tl.math.exp2(s - safe)
-            fade = tl.math.exp2(m - safe)
-            total = total * fade + tl.sum(p, 0)[None]
-            acc = acc * fade[:, :, None] + tl.sum(p[:, :, None] * x, 0)[None]
-            m = top
+            m, total, acc = join(m, total, acc, s, x)
         else:
             acc += tl.sum(tl.where(is_piece[:, None, None], x, 0.0), 0)[None]
     if lse.part is not None:

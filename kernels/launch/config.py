@@ -30,6 +30,7 @@ class Target(NamedTuple):
     arch: int  # compute capability x 10
     triton: tuple[int, int]
     is_interpreted: bool = False
+    processors: int = 0  # multiprocessors; 0 = not known
 
 
 class Config(NamedTuple):
@@ -401,7 +402,10 @@ def _gpu_target(index: int) -> Target | str:
     if too_old := _why_too_old(triton):
         return too_old
     with torch.cuda.device(index):
-        return _target(triton.runtime.driver.active.get_current_target(), triton)
+        found = _target(triton.runtime.driver.active.get_current_target(), triton)
+    if isinstance(found, str):
+        return found
+    return found._replace(processors=torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 @functools.cache

@@ -33,6 +33,7 @@ def launch(
     present: Present,
     by_spec: Callable[[Spec], dict[str, Any]] | None = None,
     lines: int | None = None,
+    more: Callable[[int], int] | None = None,
     **arguments: Any,
 ) -> None:
     """Run a kernel in the first of its configurations that the device has room for.
@@ -46,7 +47,8 @@ def launch(
         lists: the tiles.
         tensors: those that a kernel takes with their strides, q, k and the walked ones among them.
         present: what the call has.
-        by_spec: gives arguments that depend on the configuration.
+        by_spec: gives arguments that depend on the configuration, those of a ``Split`` among them.
+        more: gives the programs of a head besides one for each own tile, which has so many rows.
         lines: run for so many heads of batches; None: for all.
         arguments: the others, by name.
     """
@@ -65,7 +67,7 @@ def launch(
     place = which, target, dtype, device, sizes, present
     for i in range(_fitting.get(place, 0), len(choices)):
         spec = _choose(choices[i], which, target, lists, tensors, present)
-        planned = _plan(choices[i], spec, which, lists, tensors, arguments, lines)
+        planned = _plan(choices[i], spec, which, lists, tensors, arguments, lines, more)
         try:
             PLANS.start(kernel, given, planned, by_spec, keep=around is not None)
         except OutOfResources:
@@ -108,17 +110,19 @@ def _plan(
     tensors: Mapping[str, Tensor],
     arguments: Mapping[str, Any],
     lines: int | None,
+    more: Callable[[int], int] | None,
 ) -> Planned:
     """Return a launch in this configuration, with a hole for each tensor: strided ones, lists, others."""
     (batch, q_heads, q_len, _), (_, k_heads, k_len, _) = tensors["q"].shape, tensors["k"].shape
     heads = k_heads if which == "backward_key" else q_heads  # of the own side
     own, walked = (config.cols, config.rows) if which == "backward_key" else (config.rows, config.cols)
+    of_head = lists.ptr.shape[1] * (lists.size // own) + (0 if more is None else more(own))
     places = {name: i for i, name in enumerate(tensors)}
     d_side, e_side = _WALKED[which]
     hollow, count = with_holes(lists, len(tensors))
     others, _ = with_holes(tuple(arguments.values()), count)
     return Planned(
-        ((batch * heads if lines is None else lines) * lists.ptr.shape[1] * (lists.size // own),),
+        ((batch * heads if lines is None else lines) * of_head,),
         {
             **{name: Strided(Hole(places[name]), *x.stride()[:3]) for name, x in tensors.items()},
             **dict(zip(arguments, others, strict=True)),

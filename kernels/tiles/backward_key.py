@@ -12,6 +12,7 @@ from ..records import Lists
 from .chunks import add_products, fetch, load_own, own_prefix, score, store_sums, sums_prefix, zero_sums
 from .extras import PLAIN, Extras
 from .levels import add_mixed, divide_by_depths, score_mixed
+from .pieces import NOT_CUT, Cut, piece_of, uncut
 from .row_sums import PADDING
 from .terms import Dropout, add_terms, drop_pairs, inside, keep_words
 from .tile import LOG2E, head_of, load_values, mask, store_rows
@@ -23,6 +24,7 @@ from .walk import (
     distance_shift,
     fetch_values,
     find_bounds,
+    find_part,
     find_stretch,
     find_tile,
     own_patterns,
@@ -124,6 +126,9 @@ def backward_key_kernel(
     group_h,
     list_tiles,
     is_ordered,
+    cut_tiles,
+    parts,
+    pieces,
     heads,
     heads_per_key,
     q_len,
@@ -146,11 +151,14 @@ def backward_key_kernel(
 ):
     """Write dk = scale * dS^T q and dv = P^T dout, summed over the query heads of a key head.
 
-    A program has one key tile of one key head.
+    A program has one key tile of one key head, or a part of its list.
     """
     COLS: tl.constexpr = SPEC.cols
     E_COLUMNS: tl.constexpr = SPEC.e_columns
-    listed, i, kh, b = place(lists, list_tiles, is_ordered, heads, COLS, SPEC)
+    part = None
+    if parts is not None:
+        part = find_part(list_tiles, cut_tiles, parts, COLS, SPEC)
+    listed, i, kh, b = place(lists, part, list_tiles, is_ordered, heads, COLS, SPEC)
     exists = i * COLS < k_len
     cols = tl.arange(0, COLS)
     own = Rows(head_of(k, b, kh), i * COLS, k.at, cols, k_len, start_of(k_positions, 0, i * COLS, k_len))
@@ -180,7 +188,7 @@ def backward_key_kernel(
         )
         for LOOP in tl.static_range(len(SPEC.loops)):
             for depth in tl.range(SPEC.loops[LOOP].first, SPEC.loops[LOOP].stop):
-                stretch = find_stretch(bounds, exists, depth, table, c, inner, LOOP, SPEC)
+                stretch = find_stretch(bounds, exists, part, depth, table, c, inner, LOOP, SPEC)
                 x = own_prefix(keys, own, stretch.prefix, LOOP, SPEC)
                 # With one head, depths go up: what is after a prefix is zero.
                 before = dk_sums if SPEC.has.grouping else zero_sums(COLS, SPEC)
@@ -191,11 +199,15 @@ def backward_key_kernel(
         if SPEC.has.d_key_bias:
             tl.store(d_key_bias + line * k_len + i * COLS + cols, d_bias, mask=i * COLS + cols < k_len)
     if SPEC.has.dk:
-        store_sums(same_rows(dk, b, kh, own), dk_sums, scale, SPEC)
+        store_sums(uncut(same_rows(dk, b, kh, own), part), dk_sums, scale, SPEC)
+        if part is not None:
+            store_sums(piece_of(pieces.d, own, part, COLS, SPEC.d), dk_sums, scale, SPEC)
     if SPEC.has.dv:
         if SPEC.has.dropout:
             dv_sums = dv_sums * regrow
-        store_rows(same_rows(dv, b, kh, own), dv_sums, 0, SPEC.e, SPEC)
+        store_rows(uncut(same_rows(dv, b, kh, own), part), dv_sums, 0, SPEC.e, SPEC)
+        if part is not None:
+            store_rows(piece_of(pieces.e, own, part, COLS, SPEC.e), dv_sums, 0, SPEC.e, SPEC)
 
 
 def tiles_backward_key(
@@ -222,6 +234,11 @@ def tiles_backward_key(
     """
     # In the place of a gradient that is not wanted, and so is not written, stands the input.
     tensors = {"dk": k if dk is None else dk, "dv": v if dv is None else dv}
+    # The gradient of the part ``key`` has no pieces.
+    lengths = extras.work.by_key if extras.work is not None and d_key_bias is None else None
+    wanted = {name: x for name, x in (("d", dk), ("e", dv)) if x is not None}
+    sizes: dict[str, tuple[int, ...]] = {name: (x.shape[3],) for name, x in wanted.items()}
+    cut = Cut(lists, lengths, target, k.shape, sizes, q.shape[1] // k.shape[1])
     launch(
         backward_key_kernel,
         "backward_key",
@@ -236,9 +253,14 @@ def tiles_backward_key(
             d_key_bias=d_key_bias is not None,
             grouping=k.shape[1] < q.shape[1],
         ),
+        by_spec=(lambda spec: cut.arguments(spec.cols)) if cut.is_possible else None,
+        more=cut.more,
         lse2=lse2,
         delta=delta,
         d_key_bias=d_key_bias,
         scale=scale,
         **extras.arguments(scale, softcap),
+        **NOT_CUT,
     )
+    for name, x in wanted.items():
+        cut.add_up(name, x)

@@ -17,6 +17,7 @@ from ..records import Lists
 from .chunks import add_products, fetch, load_own, own_prefix, score, store_sums, sums_prefix, zero_sums
 from .extras import PLAIN, Extras
 from .levels import add_mixed, divide_by_depths, score_mixed
+from .pieces import NOT_CUT, Cut, piece_of, uncut
 from .row_sums import PADDING
 from .term_grads import NO_ROOM, TermGrads, store_diagonals, store_pairs, store_tile
 from .terms import Dropout, add_terms, drop_pairs, inside, keep_words
@@ -29,6 +30,7 @@ from .walk import (
     distance_shift,
     fetch_values,
     find_bounds,
+    find_part,
     find_stretch,
     find_tile,
     own_patterns,
@@ -133,6 +135,9 @@ def backward_query_kernel(
     group_h,
     list_tiles,
     is_ordered,
+    cut_tiles,
+    parts,
+    pieces,
     heads,
     heads_per_key,
     q_len,
@@ -153,9 +158,12 @@ def backward_query_kernel(
     table,
     SPEC: tl.constexpr,
 ):
-    """Write dq = scale * dS k. A program has one query tile of one head."""
+    """Write dq = scale * dS k. A program has one query tile of one head, or a part of its list."""
     ROWS: tl.constexpr = SPEC.rows
-    listed, i, h, b = place(lists, list_tiles, is_ordered, heads, ROWS, SPEC)
+    part = None
+    if parts is not None:
+        part = find_part(list_tiles, cut_tiles, parts, ROWS, SPEC)
+    listed, i, h, b = place(lists, part, list_tiles, is_ordered, heads, ROWS, SPEC)
     line = b * heads + h  # of those that have room
     if first_line is not None:
         h, b = (line + first_line) % heads, (line + first_line) // heads
@@ -186,12 +194,14 @@ def backward_query_kernel(
     sums = zero_sums(ROWS, SPEC)
     for LOOP in tl.static_range(len(SPEC.loops)):
         for depth in tl.range(SPEC.loops[LOOP].first, SPEC.loops[LOOP].stop):
-            stretch = find_stretch(bounds, exists, depth, table, c, inner, LOOP, SPEC)
+            stretch = find_stretch(bounds, exists, part, depth, table, c, inner, LOOP, SPEC)
             x = own_prefix(queries, own, stretch.prefix, LOOP, SPEC)
             sums = _walk_keys(sums, x, grad, own_lse2, own_delta, walk, stretch, room, line, LOOP, SPEC)
             # Depths go up: what is after a prefix was zero.
             sums = sums_prefix(sums, zero_sums(ROWS, SPEC), stretch.prefix, LOOP, SPEC)
-    store_sums(same_rows(dq, b, h, own), sums, scale, SPEC)
+    store_sums(uncut(same_rows(dq, b, h, own), part), sums, scale, SPEC)
+    if part is not None:
+        store_sums(piece_of(pieces.d, own, part, ROWS, SPEC.d), sums, scale, SPEC)
 
 
 def tiles_backward_query(
@@ -215,12 +225,21 @@ def tiles_backward_query(
     ``delta`` and ``lse2`` come from ``row_sums``; the rest is as in ``tiles_forward``. The gradients of score
     terms are added to those in ``grads``.
     """
-    arguments = {"lse2": lse2, "delta": delta, "scale": scale, **extras.arguments(scale, softcap)}
+    arguments = {"lse2": lse2, "delta": delta, "scale": scale, **extras.arguments(scale, softcap), **NOT_CUT}
     given = lists, {"q": q, "k": k, "v": v, "grad_out": grad_out, "dq": dq}, extras.present(scale, softcap)
     if grads is None:
-        kernel = backward_query_kernel
-        launch(kernel, "backward_query", target, *given, room=NO_ROOM, first_line=None, **arguments)
+        cut = Cut(lists, extras.work and extras.work.by_query, target, q.shape, {"d": (q.shape[3],)})
+        launch(
+            *(backward_query_kernel, "backward_query", target, *given),
+            by_spec=(lambda spec: cut.arguments(spec.rows)) if cut.is_possible else None,
+            more=cut.more,
+            room=NO_ROOM,
+            first_line=None,
+            **arguments,
+        )
+        cut.add_up("d", dq)
         return
+    # What is stored of the gradients of terms is of whole lists.
     for lines in grads.rounds():
         launch(
             *(backward_query_kernel, "backward_query", target, *given),

@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from ..launch.config import PLAIN_LOOPS, Present
+from ..launch.split import Work
 from ..records import NO_PLACES, Places
 from .levels import NO_LEVELS, Levels, plan
 from .terms import NO_DROPOUT, Dropout, Terms
@@ -15,13 +16,14 @@ SMALLEST = 1e-20  # of c: what is masked becomes -inf * c, which must not be NaN
 
 
 class Extras(NamedTuple):
-    """Dropout, terms, levels, q_start and places of a call."""
+    """Dropout, terms, levels, q_start, places and work of a call."""
 
     dropout: Dropout = NO_DROPOUT
     terms: Terms | None = None
     levels: Levels = NO_LEVELS  # for which q comes divided by the ranks
     q_start: int = 0  # position of the first query; of the whole, if the call is a part
     places: Places = NO_PLACES
+    work: Work | None = None  # how long the lists are; None: none is cut
 
     def present(self, scale: float, softcap: float, **more: bool) -> Present:
         """Say what kernels are compiled with; ``more`` are other fields."""

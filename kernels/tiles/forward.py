@@ -12,6 +12,7 @@ from ..records import Lists
 from .chunks import fetch, load_own, own_prefix, score
 from .extras import PLAIN, Extras, least_score
 from .levels import score_mixed
+from .pieces import NOT_CUT, Cut, piece_of, uncut
 from .terms import Dropout, add_terms, drop_pairs, inside, keep_words
 from .tile import (
     LN2,
@@ -33,6 +34,7 @@ from .walk import (
     distance_shift,
     fetch_values,
     find_bounds,
+    find_part,
     find_stretch,
     find_tile,
     own_patterns,
@@ -128,6 +130,9 @@ def forward_kernel(
     group_h,
     list_tiles,
     is_ordered,
+    cut_tiles,
+    parts,
+    pieces,
     heads,
     heads_per_key,
     q_len,
@@ -150,12 +155,16 @@ def forward_kernel(
 ):
     """Write out = softmax(score) v and lse = log(sum(exp(score))); 0 and -inf for empty rows.
 
-    A program has one query tile of one head. A sink is one more score, without a value, that row_max, the
-    largest score, does not count; row_max is None where it is not wanted.
+    A program has one query tile of one head, or a part of its list, of which it leaves ``pieces``. A sink is
+    one more score, without a value, that row_max, the largest score, does not count; row_max is None where it
+    is not wanted.
     """
     ROWS: tl.constexpr = SPEC.rows
     E_COLUMNS: tl.constexpr = SPEC.e_columns
-    listed, i, h, b = place(lists, list_tiles, is_ordered, heads, ROWS, SPEC)
+    part = None
+    if parts is not None:
+        part = find_part(list_tiles, cut_tiles, parts, ROWS, SPEC)
+    listed, i, h, b = place(lists, part, list_tiles, is_ordered, heads, ROWS, SPEC)
     exists = i * ROWS < q_len
     bounds = find_bounds(lists, b, h, group_b, group_h, listed, list_tiles, exists, SPEC)
     kh = h // heads_per_key
@@ -185,7 +194,7 @@ def forward_kernel(
         m = m * c
     for LOOP in tl.static_range(len(SPEC.loops)):
         for depth in tl.range(SPEC.loops[LOOP].first, SPEC.loops[LOOP].stop):
-            stretch = find_stretch(bounds, exists, depth, table, c, inner, LOOP, SPEC)
+            stretch = find_stretch(bounds, exists, part, depth, table, c, inner, LOOP, SPEC)
             x = own_prefix(queries, own, stretch.prefix, LOOP, SPEC)
             if SPEC.has.levels:
                 m = m / stretch.c
@@ -195,12 +204,21 @@ def forward_kernel(
     if not SPEC.has.levels:
         m = m * c
     at = (b * heads + h).to(tl.int64) * q_len + i * ROWS + rows
+    length = q_len
+    if part is not None:
+        to_piece = piece_of(pieces.e, own, part, ROWS, SPEC.e)
+        length = tl.where(part.is_cut, 0, q_len)
+        piece_at = part.slot * ROWS + rows
     if row_max is not None:
         highest = tl.where(total == 0, -float("inf"), max_or_nan(m * LN2, total))
-        tl.store(row_max + at, highest, mask=i * ROWS + rows < q_len)
+        tl.store(row_max + at, highest, mask=i * ROWS + rows < length)
+        if part is not None:
+            tl.store(pieces.row_max + piece_at, highest, mask=i * ROWS + rows < to_piece.length)
     shrink = tl.full([ROWS], 1.0, tl.float32)
     if SPEC.has.sink:
         sink_score = tl.load(sink + h) * LOG2E
+        if part is not None:  # the sink is a score of the whole row
+            sink_score = tl.where(part.is_cut, -float("inf"), sink_score)
         top = tl.maximum(m, sink_score)
         shrink = tl.math.exp2(m - top)
         total = total * shrink + tl.math.exp2(sink_score - top)
@@ -208,10 +226,14 @@ def forward_kernel(
     is_empty = total == 0
     total = tl.where(is_empty, 1.0, total)
     log_sum = tl.where(is_empty, -float("inf"), (m + tl.math.log2(total)) * LN2)
-    tl.store(lse + at, log_sum, mask=i * ROWS + rows < q_len)
+    tl.store(lse + at, log_sum, mask=i * ROWS + rows < length)
     if SPEC.has.dropout:
         shrink = shrink * regrow
-    store_rows(same_rows(out, b, h, own), acc * (shrink / total)[:, None], 0, SPEC.e, SPEC)
+    store_rows(uncut(same_rows(out, b, h, own), part), acc * (shrink / total)[:, None], 0, SPEC.e, SPEC)
+    if part is not None:
+        lse2 = tl.where(is_empty, -float("inf"), m + tl.math.log2(total))
+        tl.store(pieces.lse2 + piece_at, lse2, mask=i * ROWS + rows < to_piece.length)
+        store_rows(to_piece, acc * (shrink / total)[:, None], 0, SPEC.e, SPEC)
 
 
 def tiles_forward(
@@ -246,6 +268,10 @@ def tiles_forward(
         row_max: float32 [B, H, Q], dense, written: the largest score of each row; None = not wanted.
     """
     arguments = extras.arguments(scale, softcap)
+    sizes: dict[str, tuple[int, ...]] = {"e": (v.shape[3],), "lse2": ()}
+    if row_max is not None:
+        sizes["row_max"] = ()
+    cut = Cut(lists, extras.work and extras.work.by_query, target, q.shape, sizes)
     launch(
         forward_kernel,
         "forward",
@@ -253,9 +279,13 @@ def tiles_forward(
         lists,
         {"q": q, "k": k, "v": v, "out": out},
         extras.present(scale, softcap, sink=sink is not None),
+        by_spec=(lambda spec: cut.arguments(spec.rows)) if cut.is_possible else None,
+        more=cut.more,
         lse=lse,
         row_max=row_max,
         sink=sink,
         least=least_score(arguments["c"]),
         **arguments,
+        **NOT_CUT,
     )
+    cut.merge(out, lse, sink, row_max)

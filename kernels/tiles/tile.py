@@ -102,6 +102,21 @@ def max_or_nan(highest, total):
 
 
 @triton.jit
+def join(m, total, acc, s, x):
+    """Add pieces of a softmax, logarithms s [S, H] to base 2 and values x [S, H, E], to those before.
+
+    That is the maximum m and the sum [1, H] of the weights, and the sum acc [1, H, E] of weights * values.
+    """
+    top = tl.maximum(m, tl.max(s, 0)[None])
+    safe = tl.where(top == -float("inf"), 0.0, top)
+    p = tl.math.exp2(s - safe)
+    fade = tl.math.exp2(m - safe)
+    total = total * fade + tl.sum(p, 0)[None]
+    acc = acc * fade[:, :, None] + tl.sum(p[:, :, None] * x, 0)[None]
+    return top, total, acc
+
+
+@triton.jit
 def pattern_words(lists, t, rows, cols, COLS: tl.constexpr, SHIFT: tl.constexpr, SPEC: tl.constexpr):
     """Return 32-bit words [rows, cols] that hold each pair's bit at position cols & (31 - SHIFT).
 

@@ -18,7 +18,7 @@ from .tile import head_of, load_values
 
 # Arguments whose values never cause another compilation: they follow from lengths and counts.
 NUMBERS = (
-    *("group_b", "group_h", "list_tiles", "is_ordered", "heads", "q_len", "k_len"),
+    *("group_b", "group_h", "list_tiles", "is_ordered", "cut_tiles", "parts", "heads", "q_len", "k_len"),
     *("drop_above", "q_start", "whole_rows", "first_batch", "first_head"),
 )
 FIELDS = tl.constexpr(5)  # of a depth in the table of levels
@@ -68,6 +68,17 @@ class Walk(NamedTuple):
     table: Any  # of levels
 
 
+class Part(NamedTuple):
+    """The share of its lists that a program walks."""
+
+    number: Any
+    count: Any  # of parts; 1 where the list is not cut
+    is_cut: Any
+    slot: Any  # of its result among the pieces, if the list is cut
+    head: Any  # over batches and heads
+    at: Any  # place of its own tile in the order
+
+
 class Stretch(NamedTuple):
     """The tiles of a list that have one depth, and what their scores are multiplied by."""
 
@@ -80,18 +91,46 @@ class Stretch(NamedTuple):
 
 
 @triton.jit
-def place(lists, list_tiles, is_ordered, heads, COUNT: tl.constexpr, SPEC: tl.constexpr):
+def find_part(list_tiles, cut_tiles, parts, COUNT: tl.constexpr, SPEC: tl.constexpr):
+    """Find this program's part of a list: the first ``cut_tiles`` of each head are cut into ``parts``."""
+    of_head = list_tiles * (SPEC.tile // COUNT) + cut_tiles * (parts - 1)
+    head = tl.program_id(0) // of_head
+    at = tl.program_id(0) % of_head
+    is_cut = at < cut_tiles * parts
+    return Part(
+        number=tl.where(is_cut, at % parts, 0),
+        count=tl.where(is_cut, parts, 1),
+        is_cut=is_cut,
+        slot=head.to(tl.int64) * (cut_tiles * parts) + at,
+        head=head,
+        at=tl.where(is_cut, at // parts, at - cut_tiles * (parts - 1)),
+    )
+
+
+@triton.jit
+def place(lists, part, list_tiles, is_ordered, heads, COUNT: tl.constexpr, SPEC: tl.constexpr):
     """Find this program's list tile, its own tile of COUNT rows, head and batch; the longest lists first.
 
     Tiles of one head are neighbours, so that they find its other side in the cache.
     """
     STEPS: tl.constexpr = SPEC.tile // COUNT
-    tiles = list_tiles * STEPS
-    head = tl.program_id(0) // tiles
-    at = tl.program_id(0) % tiles
-    # The order is one over all groups: with a single group it is the order of the tiles.
-    listed = tl.load(lists.order + at // STEPS, mask=is_ordered != 0, other=at // STEPS)
+    if part is not None:
+        head, at = part.head, part.at
+    else:
+        tiles = list_tiles * STEPS
+        head = tl.program_id(0) // tiles
+        at = tl.program_id(0) % tiles
+    listed = list_tile(lists.order, at, is_ordered, STEPS)
     return listed, listed * STEPS + at % STEPS, head % heads, head // heads
+
+
+@triton.jit
+def list_tile(order, at, is_ordered, STEPS: tl.constexpr):
+    """Return the list tile of the own tile, STEPS to a list tile, that is at a place of the order.
+
+    The order is one over all groups: with a single group it is the order of the tiles.
+    """
+    return tl.load(order + at // STEPS, mask=is_ordered != 0, other=at // STEPS)
 
 
 @triton.jit
@@ -113,14 +152,21 @@ def find_bounds(lists, b, h, group_b, group_h, listed, list_tiles, exists, SPEC:
 
 
 @triton.jit
-def find_stretch(bounds, exists, depth, table, c, inner, LOOP: tl.constexpr, SPEC: tl.constexpr):
-    """Return the tiles of one depth, from what ``find_bounds`` returned; partial tiles are the last depth."""
+def find_stretch(bounds, exists, part, depth, table, c, inner, LOOP: tl.constexpr, SPEC: tl.constexpr):
+    """Return the tiles of one depth, from what ``find_bounds`` returned; partial tiles are the last depth.
+
+    Where the list is cut these are a part of them, as large as the others but for one.
+    """
     STEPS: tl.constexpr = SPEC.tile // SPEC.loops[LOOP].walked
     if SPEC.has.levels:
         begin = tl.load(bounds + depth) * STEPS
         end = tl.where(exists, tl.load(bounds + depth + 1) * STEPS, begin)
     else:
         begin, end = bounds[LOOP], bounds[LOOP + 1]
+    if part is not None:
+        count = end - begin
+        end = begin + count * (part.number + 1) // part.count
+        begin += count * part.number // part.count
     depth_factor = 1.0
     if SPEC.has.per_pair and not SPEC.loops[LOOP].is_partial:
         depth_factor = 1.0 / tl.maximum(depth, 1).to(tl.float32)

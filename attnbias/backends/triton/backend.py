@@ -18,6 +18,7 @@ from ...scores.additive import why_not_terms
 from ..call import Grads
 from ..strides import copy_back, dense_rows, empty_dense_rows, empty_grads, empty_like_query
 from . import terms
+from .work import work_of
 
 if TYPE_CHECKING:
     from ...kernels.edges.items import EdgeLists
@@ -238,7 +239,8 @@ def _score(call: Call, dropout: Dropout) -> Score:
 def _extras(call: Call) -> tuple[Extras, Tensor | None]:
     """Return what a call has besides its inputs, and what multiplies the query; see ``_levels``."""
     factors, q_start = None, call.layout.q_start
-    extras: Extras = _kernels().PLAIN._replace(terms=terms.pack(call), q_start=q_start)
+    plain: Extras = _kernels().PLAIN
+    extras = plain._replace(terms=terms.pack(call), q_start=q_start, work=work_of(call.layout))
     if call.places is not None:
         extras = extras._replace(places=_places(call.places))
     if call.dropout_p:
