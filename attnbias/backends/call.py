@@ -69,6 +69,7 @@ class Grads(NamedTuple):
 
 
 NO_NEEDS = Needs()
+_NOTHING_MORE = (None,) * (len(Inputs._fields) - 3)
 FIRST_PART = Inputs._fields.index("relative_bias")
 
 
@@ -133,7 +134,7 @@ class Call:
     def is_plain(self) -> bool:
         """Whether it has no score of its own, terms, sink, dropout or places."""
         is_usual = self.score is None and not self.dropout_p and self.places is None
-        return is_usual and all(x is None for x in self.inputs[3:])
+        return is_usual and self.inputs[3:] == _NOTHING_MORE
 
     @property
     def additive(self) -> tuple[Tensor, float] | None:

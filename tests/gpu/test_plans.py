@@ -318,7 +318,7 @@ def test_records_are_filled_inner_ones_first():
     before = triton.runtime.driver._active
     triton.runtime.driver._active = Driver()
     try:
-        plan.launch(given)
+        plan.launch(given.addresses, given.tensors)
     finally:
         triton.runtime.driver._active = before
     assert compiled.got[:9] == (9, 1, 1, 12, 7, (1, 2), None, None, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,6 +69,14 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     if not lse.numel():
         return out, lse
+    with _on(query.device):
+        _run(call, kernels.FORWARD, (*call.inputs[:3], out, lse), lambda: _forward(call, out, lse))
+    return out, lse
+
+
+def _forward(call: Call, out: Tensor, lse: Tensor) -> None:
+    """Run the kernels, which write out and lse."""
+    kernels, query, layout = _kernels(), call.query, call.layout
     extras, factors = _extras(call)
     if factors is not None:
         query = (query * factors).to(query.dtype)
@@ -78,26 +86,24 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     has_tiles, has_edges = by_query.tile.shape[0] > 1, edges.edges > 0
     # The edges go on from the tiles' result, which is not rounded in between; the last one adds the sink.
     partly = torch.empty_like(out, dtype=torch.float32) if has_tiles and has_edges else out
-    with _on(query.device):
-        if has_tiles or not has_edges:
-            last_sink = None if has_edges else sink
-            target = _target(query.device)
-            kernels.tiles_forward(
-                *(*inputs, partly, lse, by_query, target),
-                sink=last_sink,
-                extras=extras,
-                row_max=call.row_max,
-                **_numbers(call),
-            )
-        if has_edges:
-            start = (partly, lse) if has_tiles else None
-            kernels.edges_forward(
-                *(*inputs, edges, out, lse, _score(call, extras.dropout)),
-                sink=sink,
-                start=start,
-                row_max=call.row_max,
-            )
-    return out, lse
+    if has_tiles or not has_edges:
+        last_sink = None if has_edges else sink
+        target = _target(query.device)
+        kernels.tiles_forward(
+            *(*inputs, partly, lse, by_query, target),
+            sink=last_sink,
+            extras=extras,
+            row_max=call.row_max,
+            **_numbers(call),
+        )
+    if has_edges:
+        start = (partly, lse) if has_tiles else None
+        kernels.edges_forward(
+            *(*inputs, edges, out, lse, _score(call, extras.dropout)),
+            sink=sink,
+            start=start,
+            row_max=call.row_max,
+        )
 
 
 def backward(
@@ -122,12 +128,19 @@ def backward(
     out, grad_out = dense_rows(out), dense_rows(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
-    d_sink = None
+    d_sink: Tensor | None = None
+    sums: tuple[Tensor, Tensor] | None = None
     with _on(call.query.device):
-        # Layouts of edges only compute them on their way.
-        needs_sums = call.layout.tiles > 0 or not call.layout.edges or needs.sink
-        sums = _kernels().row_sums(out, lse, grad_out, grad_lse) if needs_sums else None
-        _backward(call, out, lse, grad_out, grad_lse, sums, written, parts)
+        results = out, lse, grad_out, grad_lse
+
+        def run() -> None:
+            nonlocal sums
+            # Layouts of edges only compute them on their way.
+            if call.layout.tiles > 0 or not call.layout.edges or needs.sink:
+                sums = _kernels().row_sums(*results)
+            _backward(call, *results, sums, written, parts)
+
+        _run(call, _kernels().BACKWARD, (*call.inputs[:3], *results, *written), run)
     copy_back(grads, written)
     if needs.sink:
         assert call.sink is not None and sums is not None
@@ -187,6 +200,39 @@ def _backward(
             needs_bias=bool(parts.wanted),
             starts=starts,
         )
+
+
+def _run(
+    call: Call, which: tuple[Any, ...], given: tuple[Tensor | None, ...], run: Callable[[], None]
+) -> None:
+    """Run a pass with some of these kernels on tensors of the caller, from what its layout keeps where it can.
+
+    What is not plain computes some tensors in other ways. What is made while a graph is captured is there only
+    when the graph is replayed.
+    """
+    layout, query = call.layout, call.query
+    if not call.is_plain or call.row_max is not None or is_capturing(query.device):
+        run()
+        return
+    kernels, prepared = _kernels(), layout.kept.prepared
+    passes = prepared.get("triton passes")
+    if passes is None:
+        passes = prepared["triton passes"] = kernels.Passes()
+    numbers = call.scale, call.softcap, kernels.precision(query.dtype)
+
+    def owned() -> Iterator[Tensor]:
+        by_query, by_key, edges = _lists(layout)
+        return _tensors_of((by_query, by_key, *vars(edges).values()))
+
+    kernels.run_pass(passes, which, numbers, given, run, owned)
+
+
+def _tensors_of(x: object) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, tuple):
+        for y in x:
+            yield from _tensors_of(y)
 
 
 @functools.cache
