@@ -1,9 +1,9 @@
 """Whole passes kept for later calls: all launches of a forward or backward pass under one key.
 
-A plan (``plans.py``) spares what Triton finds out about the arguments of one launch; it still has to be given
-them, and they are most of the work. A pass keeps its plans, and for each of their tensors where it comes from:
-one that the caller gives, one of a layout's lists, or memory that the pass needs for itself (``scratch``).
-A pass with a tensor of another kind is not kept.
+A plan (``plans.py``) spares what Triton finds out about the arguments of one launch, but it still has to be
+given them, and they are most of the work. A pass keeps its plans and where each of their tensors comes from:
+from the caller, from a layout's lists, or it is memory that the pass needs for itself (``scratch``). A pass
+with a tensor of another kind is not kept.
 
 It belongs to a layout, whose lists it holds, and goes with it. So its key has nothing of the lists.
 """
@@ -72,7 +72,7 @@ class Pass:
             tensors.append(x)
             addresses.append(x.data_ptr())
         # Fresh memory is aligned. Plans are for what was; an allocator of somebody else's may do as it likes.
-        if any([x % 16 for x in addresses[self._given :]]):
+        if any(x % 16 for x in addresses[self._given :]):
             return False
         tensors += self._lists
         addresses += self._addresses

@@ -64,7 +64,7 @@ def why_not(problem: Problem) -> list[str]:
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Compute out [B, H, Q, E] and lse [B, H, Q]."""
     kernels = _kernels()
-    query, layout = call.query, call.layout
+    query = call.query
     out = empty_like_query(query, call.value.shape[3])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     if not lse.numel():
@@ -205,10 +205,10 @@ def _backward(
 def _run(
     call: Call, which: tuple[Any, ...], given: tuple[Tensor | None, ...], run: Callable[[], None]
 ) -> None:
-    """Run a pass with some of these kernels on tensors of the caller, from what its layout keeps where it can.
+    """Run a pass with some of these kernels on tensors of the caller, from what its layout keeps, if it can.
 
-    What is not plain computes some tensors in other ways. What is made while a graph is captured is there only
-    when the graph is replayed.
+    What is not plain computes some tensors in other ways. What is made while a graph is captured is there
+    only when the graph is replayed.
     """
     layout, query = call.layout, call.query
     if not call.is_plain or call.row_max is not None or is_capturing(query.device):
