@@ -141,12 +141,13 @@ def _plan(
     )
 
 
-def notice_changes() -> None:
-    """Look configurations up again where ``ATTNBIAS_TRITON`` is not what it was."""
+def notice_changes() -> object:
+    """Look configurations up again where ``ATTNBIAS_TRITON`` is not what it was; return where they are."""
     text = os.environ.get(VARIABLE, "")
     if text != _seen[0]:
         forget()
         _seen[0] = text
+    return candidates
 
 
 def forget() -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from . import launch
+from .launch import notice_changes
 from .plans import PLANS, Bounded, Given, Key, Plan, Tape, surroundings
 
 MOST = 64  # passes of a layout; the oldest goes
@@ -64,8 +64,8 @@ class Pass:
             places = [place.get(id(x), number[id(x)]) for x in tensors]
             self._steps.append((plan, itemgetter(*places)))
 
-    def launch(self, given: Given) -> bool:
-        """Launch the kernels for these tensors, of which there are two at least; return whether it did."""
+    def launch(self, given: Given, stream: int) -> bool:
+        """Launch the kernels on these tensors; return whether it did."""
         tensors, addresses = given.tensors, given.addresses
         for shape, dtype, device in self._scratch:
             x = torch.empty(shape, dtype=dtype, device=device)
@@ -77,7 +77,7 @@ class Pass:
         tensors += self._lists
         addresses += self._addresses
         for plan, choose in self._steps:
-            plan.launch(choose(addresses), choose(tensors))
+            plan.launch(choose(addresses), choose(tensors), stream)
         return True
 
 
@@ -110,18 +110,18 @@ def run_pass(
         run: launches the kernels, and computes nothing in another way.
         owned: gives the tensors of the layout's lists.
     """
-    launch.notice_changes()
+    configurations = notice_changes()
     around = surroundings(*kernels)
     if around is None:
         run()
         return
     active = driver.active
-    found = Given([around, PLANS.state, launch.candidates, weakref.ref(active), numbers])
-    found.key.append(active.get_current_stream(around.device))
+    stream = active.get_current_stream(around.device)
+    found = Given([around, PLANS.state, configurations, weakref.ref(active), stream, *numbers])
     found.add_shapes(given)
     key = tuple(found.key)
     kept = passes.get(key)
-    if kept is not None and kept.launch(found):
+    if kept is not None and kept.launch(found, stream):
         return
     tape = PLANS.record(run)
     if tape.is_whole:

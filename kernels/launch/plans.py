@@ -205,16 +205,14 @@ class Plan:
         self._records.append(choose)
         return self._first[1] + len(self._described) + len(self._records) - 1
 
-    def launch(self, addresses: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        """Launch the kernel on these tensors, on the current stream."""
+    def launch(self, addresses: Sequence[int], tensors: Sequence[Tensor], stream: int) -> None:
+        """Launch the kernel on these tensors."""
         compiled = self.compiled
         values: list[Any] = [*(addresses if self.takes_addresses else tensors), *self._constants]
         for hole in self._described:
             values.append(hole.fill(tensors))
         for choose in self._records:
             values.append(choose(values))
-        active = driver.active
-        stream = active.get_current_stream(active.get_current_device())
         # As Triton's own JITFunction.run does, without hooks.
         compiled.run(
             *(*self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None),
@@ -323,7 +321,9 @@ class Plans(Bounded[Plan]):
             given = given.more(more(plan.note).values())
             if given.key != plan.more:
                 return False
-        plan.launch(given.addresses, given.tensors)
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        plan.launch(given.addresses, given.tensors, stream)
         self._note(plan, given)
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from fakecuda import fake_gpu, why_not
 from ptxemu import emulated_gpu
 
 import attnbias as ab
+from attnbias.backends.triton import backend
 from attnbias.kernels.launch import passes
 from attnbias.kernels.launch.config import VARIABLE
 from attnbias.kernels.launch.plans import PLANS, Tape
@@ -72,7 +74,7 @@ class Step:
 
     def __init__(
         self, *, B=1, H=4, Hk=2, D=64, E=64, dtype=torch.bfloat16, shifted=(), order="BHLD", needs="qkv",
-        same=False, lse=False, grad_order="BHLD", sink=False, **options,
+        same=False, lse=False, grad_order="BHLD", sink=None, **options,
     ):  # fmt: skip
         sizes = {"q": (B, H, N, D), "k": (B, Hk, N, D), "v": (B, Hk, N, E), "grad": (B, H, N, E)}
         orders = {"grad": grad_order}
@@ -82,44 +84,53 @@ class Step:
         }
         if same:
             self.given["k"] = self.given["v"] = self.given["q"]
-        for name in needs:
-            self.given[name].requires_grad_()
         self.needs, self.lse, self.options = needs, lse, options
         if sink:
-            self.options["sink"] = torch.zeros(H)
+            self.given["sink"] = self.options["sink"] = torch.zeros(H, dtype=sink)
+        for name in needs:
+            self.given[name].requires_grad_()
 
     def run(self, gpu, layout):
         """Return the launches, their pointers named by what they point to."""
         gpu.reset()
-        q, k, v, grad = self.given.values()
+        q, k, v, grad, *_ = self.given.values()
         torch.manual_seed(0)
-        out, lse = ab.attention(q, k, v, layout, backend="triton", return_lse=True, **self.options)
-        made = {"out": out, "lse": lse}
-        if self.needs:
-            outs = {"out": grad} | ({"lse": torch.zeros_like(lse)} if self.lse else {})
-            wanted = [self.given[name] for name in dict.fromkeys(self.needs)]
-            found = torch.autograd.grad([made[x] for x in outs], wanted, list(outs.values()))
-            made |= {f"d{name}": x for name, x in zip(self.needs, found, strict=True)}
-            made["grad lse"] = outs.get("lse")
-        buffer = layout.buffer
-        names = {x.data_ptr(): name for name, x in {**self.given, **made}.items() if x is not None}
-        others = []
+        out, lse, *_ = ab.attention(q, k, v, layout, backend="triton", return_lse=True, **self.options)
+        made = self.given | {"out": out, "lse": lse}
+        seen = named(gpu, layout, made)
+        if not self.needs:
+            return seen
+        gpu.reset()
+        outs = {"out": grad} | ({"lse": torch.zeros_like(lse)} if self.lse else {})
+        wanted = [self.given[name] for name in self.needs]
+        found = torch.autograd.grad([made[x] for x in outs], wanted, list(outs.values()))
+        made |= {f"d{name}": x for name, x in zip(self.needs, found, strict=True)}
+        made |= {f"grad {name}": x for name, x in outs.items()}
+        return seen + named(gpu, layout, made)
 
-        def name_of(value):
-            number = int.from_bytes(value[:8], "little")
-            if number < 1 << 32:
-                return number
-            inside = number - buffer.data_ptr()
-            if 0 <= inside < buffer.nbytes:
-                return "layout", inside
-            if number not in names and number not in others:
-                others.append(number)
-            return (names.get(number) or f"other {others.index(number)}"), value[8:]
 
-        return [
-            (x.name, x.kernel, x.grid, x.threads, x.shared, x.stream, [*map(name_of, x.values)])
-            for x in gpu.launches
-        ]
+def named(gpu, layout, made):
+    """Return launches with names for pointers: what is made, lists of the layout, or memory of their own."""
+    *_, edges = next(x for name, x in layout.kept.prepared.items() if name.startswith("triton, "))
+    lists = {f"list {i}": x for i, x in enumerate(backend._tensors_of(tuple(vars(edges).values())))}
+    names = {x.data_ptr(): name for name, x in (lists | made).items()}
+    others = []
+
+    def name_of(value):
+        number = int.from_bytes(value[:8], "little")
+        if number < 1 << 32:
+            return number
+        inside = number - layout.buffer.data_ptr()
+        if 0 <= inside < layout.buffer.nbytes:
+            return "layout", inside
+        if number not in names and number not in others:
+            others.append(number)
+        return (names.get(number) or f"other {others.index(number)}"), value[8:]
+
+    return [
+        (x.name, x.kernel, x.grid, x.threads, x.shared, x.stream, [*map(name_of, x.values)])
+        for x in gpu.launches
+    ]
 
 
 QUICK = {
@@ -135,6 +146,14 @@ QUICK = {
     "dv": {"needs": "v"},
     "grad_lse": {"lse": True},
     "grad_out in another order": {"grad_order": "BLHD"},
+    "dropout": {"dropout_p": 0.5},
+    "other dropout": {"dropout_p": 0.25},
+    "a slope": {"terms": [ab.ALiBi(torch.ones(4))]},
+    "other slopes": {"terms": [ab.ALiBi(torch.arange(4.0))]},
+    "grid": {"terms": [ab.GridBias(torch.zeros(4, 19 * 23), (10, 12))], "needs": ""},
+    "sink": {"sink": torch.float32},
+    "learned sink": {"sink": torch.float32, "needs": (*"qkv", "sink")},
+    "return_max": {"return_max": True, "needs": ""},
 }
 PLAIN = {
     "other order": {"order": "BLHD"},
@@ -154,8 +173,7 @@ PLAIN = {
 NOT_KEPT = {
     "one tensor": {"same": True, "Hk": 4, "needs": ""},
     "columns first": {"order": "BHDL", "needs": ""},
-    "dropout": {"dropout_p": 0.5, "needs": ""},
-    "sink": {"sink": True, "needs": ""},
+    "sink in 16 bits": {"sink": torch.bfloat16, "needs": ""},
 }
 
 
@@ -189,7 +207,7 @@ def test_no_call_takes_the_pass_of_another(relation, recorded):
 def test_what_is_more_than_launches_is_not_kept(recorded):
     first = {"no gradients": {"needs": "", "Hk": 4}}
     layout, from_new = compare(80, "tiles", NOT_KEPT | first, recorded)
-    assert from_new == 1  # "columns first"; "one tensor" may take the pass of three
+    assert from_new == 2  # "columns first" and "sink in 16 bits"; "one tensor" may take the pass of three
     assert len(kept(layout)) == 2  # of "no gradients", before and after plans were forgotten
 
 
@@ -283,10 +301,11 @@ def test_scratch_that_is_not_aligned(monkeypatch, recorded):
     with fake_gpu(80) as gpu:
         step.run(gpu, layout)
         assert len(recorded) == 2
-        empty = torch.empty
-        monkeypatch.setattr(
-            torch, "empty", lambda shape, **more: empty(torch.Size(shape).numel() + 1, **more)[1:].view(shape)
-        )
+
+        def empty(shape, **more):
+            return torch.empty(torch.Size(shape).numel() + 1, **more)[1:].view(shape)
+
+        monkeypatch.setattr(passes, "torch", SimpleNamespace(empty=empty))
         step.run(gpu, layout)
         assert len(recorded) == 3  # the backward pass starts anew
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels.launch.config import target_of
 from ...layouts.streams import is_capturing
 from ...scores.additive import why_not_terms
-from ..call import Grads
+from ..call import Grads, empty_row_numbers
 from ..strides import copy_back, dense_rows, empty_dense_rows, empty_grads, empty_like_query
 from . import terms
 from .work import work_of
@@ -52,13 +52,16 @@ def why_not(problem: Problem) -> list[str]:
     target = target_of(query.device)
     if isinstance(target, str):  # asked in every call on a CPU, so nothing else is looked at
         return [target]
-    no_bits = target.is_interpreted and query.dtype == torch.bfloat16
-    refused = (
-        (no_bits, "dtype: Triton's interpreter computes with the bits of bfloat16, not with its numbers"),
-        (query.dtype not in DTYPES, f"dtype: float32, float16 or bfloat16, got {query.dtype}"),
-        (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
-    )
-    return [words for is_so, words in refused if is_so] + why_not_terms(problem.terms, problem.score)
+    reasons = []
+    if target.is_interpreted and query.dtype == torch.bfloat16:
+        reasons.append("dtype: Triton's interpreter computes with the bits of bfloat16, not with its numbers")
+    if query.dtype not in DTYPES:
+        reasons.append(f"dtype: float32, float16 or bfloat16, got {query.dtype}")
+    if D > LARGEST or E > LARGEST:
+        reasons.append(f"head size: at most {LARGEST}, got D={D} and E={E}")
+    if problem.terms:
+        reasons += why_not_terms(problem.terms, problem.score)
+    return reasons
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -66,11 +69,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     kernels = _kernels()
     query = call.query
     out = empty_like_query(query, call.value.shape[3])
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    lse = empty_row_numbers(query)
     if not lse.numel():
         return out, lse
     with _on(query.device):
-        _run(call, kernels.FORWARD, (*call.inputs[:3], out, lse), lambda: _forward(call, out, lse))
+        _run(call, kernels.FORWARD, (out, lse, call.row_max), lambda: _forward(call, out, lse))
     return out, lse
 
 
@@ -117,8 +120,10 @@ def backward(
     """Compute the gradients that are needed."""
     dq, dk, dv = grads = empty_grads(call.inputs[:3], needs[:3])
     parts = terms.Gradients(call, needs)
+    d_sink: Tensor | None = None
     if not lse.numel():
-        d_sink = torch.zeros_like(call.sink) if call.sink is not None and needs.sink else None
+        if call.sink is not None and needs.sink:
+            d_sink = torch.zeros_like(call.sink)
         for grad in grads:
             if grad is not None:
                 grad.zero_()
@@ -128,7 +133,6 @@ def backward(
     out, grad_out = dense_rows(out), dense_rows(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
-    d_sink: Tensor | None = None
     sums: tuple[Tensor, Tensor] | None = None
     with _on(call.query.device):
         results = out, lse, grad_out, grad_lse
@@ -140,7 +144,10 @@ def backward(
                 sums = _kernels().row_sums(*results)
             _backward(call, *results, sums, written, parts)
 
-        _run(call, _kernels().BACKWARD, (*call.inputs[:3], *results, *written), run)
+        if needs.sink or parts.wanted or parts.needs_weight:
+            run()  # some gradients are added up by torch
+        else:
+            _run(call, _kernels().BACKWARD, (*results, *written), run)
     copy_back(grads, written)
     if needs.sink:
         assert call.sink is not None and sums is not None
@@ -203,22 +210,23 @@ def _backward(
 
 
 def _run(
-    call: Call, which: tuple[Any, ...], given: tuple[Tensor | None, ...], run: Callable[[], None]
+    call: Call, which: tuple[Any, ...], results: tuple[Tensor | None, ...], run: Callable[[], None]
 ) -> None:
-    """Run a pass with some of these kernels on tensors of the caller, from what its layout keeps, if it can.
+    """Run a pass with some of these kernels, from what its layout keeps, if it can.
 
-    What is not plain computes some tensors in other ways. What is made while a graph is captured is there
-    only when the graph is replayed.
+    Scores of their own and places compute tensors in other ways. What is made while a graph is captured is
+    there only when the graph is replayed.
     """
     layout, query = call.layout, call.query
-    if not call.is_plain or call.row_max is not None or is_capturing(query.device):
+    if call.score is not None or call.places is not None or is_capturing(query.device):
         run()
         return
     kernels, prepared = _kernels(), layout.kept.prepared
     passes = prepared.get("triton passes")
     if passes is None:
         passes = prepared["triton passes"] = kernels.Passes()
-    numbers = call.scale, call.softcap, kernels.precision(query.dtype)
+    numbers = call.scale, call.softcap, call.dropout_p, kernels.precision(query.dtype)
+    given = *call.given, call.seed, *results, *call.codes
 
     def owned() -> Iterator[Tensor]:
         by_query, by_key, edges = _lists(layout)
