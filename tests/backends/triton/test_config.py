@@ -452,7 +452,8 @@ def test_relations_lengths_and_groups_compile_nothing_new(arch, driver, monkeypa
     ]
     assert compilations(monkeypatch, calls) == 4  # delta, and one per pass
     shared = [laid_out(ab.Causal(), H=H, Hk=Hk) for H, Hk in ((4, 2), (16, 1), (32, 1))]
-    assert compilations(monkeypatch, [*calls, *shared]) == 5  # dk and dv loop over heads
+    # dk and dv loop over heads; where these are many, the loop is cut, and its parts are added up.
+    assert compilations(monkeypatch, [*calls, *shared]) == 7
     assert compilations(monkeypatch, [laid_out(ab.Causal(), D=D) for D in (64, 32)]) == 8
     assert compilations(monkeypatch, [laid_out(ab.Causal(), tile=tile) for tile in (64, 128)]) == 7
 
