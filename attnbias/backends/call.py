@@ -69,6 +69,7 @@ class Grads(NamedTuple):
 
 
 NO_NEEDS = Needs()
+_NOTHING_MORE = (None,) * (len(Inputs._fields) - 3)
 FIRST_PART = Inputs._fields.index("relative_bias")
 
 
@@ -85,13 +86,17 @@ def name_parts(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def parts_needed(needs: Needs) -> tuple[str, ...]:
     """Return the names of the parts that need a gradient."""
+    if True not in needs[FIRST_PART:]:
+        return ()
     return tuple(name for name, need in zip(PARTS, needs[FIRST_PART:], strict=True) if need)
 
 
 def empty_row_numbers(query: Tensor) -> Tensor:
     """Return room for a number of each row, [B, H, Q], in the precision of scores."""
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_empty(query.shape[:3], dtype=precision)
+    B, H, Q, _ = query.shape
+    # With a torch.Size, or by new_empty, it takes twice as long.
+    return torch.empty((B, H, Q), dtype=precision, device=query.device)
 
 
 @dataclass(slots=True, eq=False)
@@ -130,10 +135,15 @@ class Call:
         return self.inputs.sink
 
     @property
+    def given(self) -> tuple[Tensor | None, ...]:
+        """Query, key and value, and all other inputs if there are any."""
+        return self.inputs[:3] if self.inputs[3:] == _NOTHING_MORE else self.inputs
+
+    @property
     def is_plain(self) -> bool:
         """Whether it has no score of its own, terms, sink, dropout or places."""
         is_usual = self.score is None and not self.dropout_p and self.places is None
-        return is_usual and all(x is None for x in self.inputs[3:])
+        return is_usual and self.inputs[3:] == _NOTHING_MORE
 
     @property
     def additive(self) -> tuple[Tensor, float] | None:

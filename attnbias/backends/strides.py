@@ -18,7 +18,8 @@ def empty_like_query(query: Tensor, size: int) -> Tensor:
         (torch.Size([2, 3, 5, 4]), True)
     """
     if type(query) is Tensor and query.is_contiguous():  # not while tracing; the rest takes 10 us longer
-        return query.new_empty((*query.shape[:3], size))
+        *rows_shape, own = query.shape
+        return torch.empty_like(query) if size == own else query.new_empty((*rows_shape, size))
     rows = torch.empty_like(query[..., 0], device="meta")  # torch's own rule orders the strides
     strides = [stride * size for stride in rows.stride()]
     return query.new_empty_strided((*rows.shape, size), (*strides, 1))

@@ -90,6 +90,17 @@ class Header:
     edges: int
     tail: tuple[int, ...] = ()  # widths and prefixes of the levels, which end ``where``
 
+    def check(self, q_len: int, k_len: int, batch: int, heads: int) -> None:
+        """Raise ValueError unless the layout fits tensors of these sizes."""
+        if self.q_len != q_len or self.k_len != k_len:
+            raise ValueError(
+                f"relation: this layout is for {self.q_len} queries and {self.k_len} keys, "
+                f"query and key have {q_len} and {k_len}"
+            )
+        for name, own, theirs in (("batch", self.batch, batch), ("heads", self.heads, heads)):
+            if own not in (1, theirs):
+                raise ValueError(f"relation: this layout has {name} {own}, query has {theirs}")
+
     @classmethod
     def read(cls, where: Tensor) -> Header:
         """Read ``where``; nothing is checked."""

@@ -112,15 +112,7 @@ class Layout(Record):
 
     def check(self, q_len: int, k_len: int, batch: int, heads: int) -> None:
         """Raise ValueError unless the layout fits tensors of these sizes."""
-        mine = self.header
-        if mine.q_len != q_len or mine.k_len != k_len:
-            raise ValueError(
-                f"relation: this layout is for {mine.q_len} queries and {mine.k_len} keys, "
-                f"query and key have {q_len} and {k_len}"
-            )
-        for name, own, theirs in (("batch", mine.batch, batch), ("heads", mine.heads, heads)):
-            if own not in (1, theirs):
-                raise ValueError(f"relation: this layout has {name} {own}, query has {theirs}")
+        self.header.check(q_len, k_len, batch, heads)
 
     def columns(self, g: int, t: int) -> tuple[Tensor, Tensor]:
         """Decode query tile ``t`` of group ``g``: keys [n], and how often each pair counts [rows, n]."""

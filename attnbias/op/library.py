@@ -40,7 +40,7 @@ def run_eager(call: Call, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
         out, lse, row_max = forward_op(*join(call.inputs, encode_call(call, name)))
         return out, lse, None if call.row_max is None else row_max
     if _needs_grad(call.inputs):
-        return _Eager.apply(call, name, *call.inputs)  # type: ignore[no-untyped-call, no-any-return]
+        return _Eager.apply(call, name, *call.given)  # type: ignore[no-untyped-call, no-any-return]
     return *_forward(call, dispatch.IN_OP[name]), call.row_max
 
 
@@ -71,7 +71,7 @@ class _Eager(torch.autograd.Function):
     def forward(
         ctx: Any, call: Call, name: str, *inputs: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute, and save what the derivative reads; ``inputs`` are the call's, for autograd to see."""
+        """Compute, and save what the derivative reads; ``inputs`` are those given, for autograd to see."""
         out, lse = _forward(call, dispatch.IN_OP[name])
         layout = call.layout
         ctx.set_materialize_grads(False)
@@ -79,7 +79,7 @@ class _Eager(torch.autograd.Function):
         given = call.seed, layout.buffer, layout.where, places.queries, places.keys
         ctx.save_for_backward(*inputs, out, lse, *given, *call.codes)
         numbers = None if call.places is None else places._replace(queries=None, keys=None)
-        ctx.rest = (name, call.scale, call.softcap, call.dropout_p, call.score, numbers)
+        ctx.rest = (len(inputs), name, call.scale, call.softcap, call.dropout_p, call.score, numbers)
         if call.row_max is not None:
             ctx.mark_non_differentiable(call.row_max)
         return out, lse, call.row_max
@@ -90,21 +90,22 @@ class _Eager(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Compute the gradients that are needed and no others."""
         saved = ctx.saved_tensors
-        out, lse, seed, buffer, where, queries, keys, *codes = saved[_INPUTS:]
-        name, scale, softcap, dropout_p, score, places = ctx.rest
+        count, name, scale, softcap, dropout_p, score, places = ctx.rest
+        out, lse, seed, buffer, where, queries, keys, *codes = saved[count:]
         if places is not None:
             places = places._replace(queries=queries, keys=keys)
-        inputs, layout = Inputs(*saved[:_INPUTS]), Layout(buffer, where)
+        inputs, layout = Inputs(*saved[:count]), Layout(buffer, where)
         call = Call(inputs, layout, scale, softcap, dropout_p, score, seed, codes, places=places)
         needs = Needs(*ctx.needs_input_grad[2:])
         results = (out, lse, grad_out, grad_lse)
         if _is_watched():
-            return None, None, *_call_backward(call.inputs, encode_call(call, name), *results, needs)
+            grads = _call_backward(call.inputs, encode_call(call, name), *results, needs)
+            return None, None, *grads[:count]
 
         def run() -> Grads:
             return _backward(call, dispatch.IN_OP[name], *results, needs)
 
-        return None, None, *_differentiate_once(run, (*call.inputs, *results))
+        return None, None, *_differentiate_once(run, (*saved[:count], *results))[:count]
 
 
 class _Traced(torch.autograd.Function):

@@ -138,7 +138,8 @@ class Problem:
         places: Places | None = None,
         **options: Unpack[Options],
     ) -> None:
-        if not torch.compiler.is_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling:
             raise_overflow()
         given: Options = {**DEFAULTS, **options} if options else DEFAULTS
         if len(given) != len(DEFAULTS):
@@ -149,13 +150,18 @@ class Problem:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         _check_shapes(query, key, value, given["enable_gqa"])
         self.query, self.key, self.value = query, key, value
-        self.score = score = _check_score(given["score"])
-        self.scale = _check_scale(given["scale"], query, score)
-        self.softcap = _check_softcap(given["softcap"])
-        self.sink = _check_sink(given["sink"], query)
-        self.dropout_p = _check_dropout(given["dropout_p"])
-        self.terms = _check_terms(given["terms"])
-        self.q_start = _resolve(given["q_start"], query, key)
+        if options:
+            self.score = score = _check_score(given["score"])
+            self.scale = _check_scale(given["scale"], query, score)
+            self.softcap = _check_softcap(given["softcap"])
+            self.sink = _check_sink(given["sink"], query)
+            self.dropout_p = _check_dropout(given["dropout_p"])
+            self.terms = _check_terms(given["terms"])
+            self.q_start = _resolve(given["q_start"], query, key)
+        else:  # what the checks make of the defaults
+            self.scale = float(query.shape[-1] ** -0.5)
+            self.softcap, self.dropout_p, self.q_start = 0.0, 0, 0
+            self.score, self.sink, self.terms = None, None, ()
         self.places = places
         if places is not None and places.queries is not None:
             self.q_start = places.q_start
@@ -171,7 +177,7 @@ class Problem:
         else:
             raise TypeError(_not_a_relation(relation))
         self.form = self._find_form()
-        if not torch.compiler.is_compiling():
+        if not is_compiling:
             self._fit()
 
     def _find_form(self) -> Form:
@@ -241,8 +247,8 @@ def fit_layout(layout: Layout, problem: Problem) -> None:
     """Raise unless a layout is for the tensors, q_start and score of a problem."""
     query, key, q_start = problem.query, problem.key, problem.q_start
     B, H, Q, _ = query.shape
-    layout.check(Q, key.shape[2], B, H)
     header = layout.header
+    header.check(Q, key.shape[2], B, H)
     if header.q_start != q_start:
         raise ValueError(
             f"q_start: this layout was built with q_start={header.q_start}, got {q_start}; "

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch.plans import launch_with
+from ..launch.plans import launch_with, scratch
 from ..records import Strided
 from ..tiles.terms import NO_DROPOUT, Dropout
 from ..tiles.tile import LN2, LOG2E, join
@@ -278,7 +278,7 @@ class Launch(NamedTuple):
         if x is None:
             return NO_RESULT
         lines = self.cells * self.shape.HEADS * self.slots
-        part = torch.empty((lines, *x.shape[3:]), dtype=torch.float32, device=x.device)
+        part = scratch(x, (lines, *x.shape[3:]))
         return Result(strided(x, align), strided(start), part)
 
     def run(self, kernel: Any, maxnreg: int | None = None, **arguments: Any) -> None:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch.plans import scratch
 from ..tiles.terms import Dropout
 from .columns import columns_backward
 from .items import EdgeLists
@@ -205,7 +206,7 @@ def edges_backward(
     batch, heads = lists.group.shape
     lines = (B if batch == 1 else 1, lists.places, H if heads == 1 else 1)
     by_key = grad_key is not None or grad_value is not None
-    hand = query.new_empty((*lines, 2), dtype=torch.float32) if by_key else None
+    hand = scratch(query, (*lines, 2)) if by_key else None
     apart = needs_bias and (how.softcap != 0 or hand is None)
     grad_bias = query.new_empty(lines, dtype=torch.float32) if apart else None
     launch = Launch.of(lists, lists.by_query, query, value)

@@ -52,7 +52,7 @@ def launch(
         lines: run for so many heads of batches; None: for all.
         arguments: the others, by name.
     """
-    _notice_changes()
+    notice_changes()
     around = surroundings(kernel)
     own = which, target, present, by_spec is None, lines, precision(tensors["q"].dtype), candidates
     given = Given([around, *own, lists.group.shape, lists.ptr.shape])
@@ -141,12 +141,13 @@ def _plan(
     )
 
 
-def _notice_changes() -> None:
-    """Look configurations up again where ``ATTNBIAS_TRITON`` is not what it was."""
+def notice_changes() -> object:
+    """Look configurations up again where ``ATTNBIAS_TRITON`` is not what it was; return where they are."""
     text = os.environ.get(VARIABLE, "")
     if text != _seen[0]:
         forget()
         _seen[0] = text
+    return candidates
 
 
 def forget() -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
-from threading import Lock
-from typing import Any, NamedTuple
+from threading import Lock, local
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -101,10 +101,13 @@ class Given:
             else:
                 key += kind, getattr(x, "value", x)  # a constexpr is compared by its number
 
-    def add_shapes(self, tensors: Iterable[Tensor]) -> None:
+    def add_shapes(self, tensors: Iterable[Tensor | None]) -> None:
         """Add tensors with their sizes and strides, from which other arguments are made."""
         key = self.key
         for x in tensors:
+            if x is None:
+                key.append(None)
+                continue
             address = x.data_ptr()
             key += x.shape, x.stride(), x.dtype, x.get_device(), address % 16
             self.tensors.append(x)
@@ -202,16 +205,14 @@ class Plan:
         self._records.append(choose)
         return self._first[1] + len(self._described) + len(self._records) - 1
 
-    def launch(self, given: Given) -> None:
-        """Launch the kernel on these tensors, on the current stream."""
+    def launch(self, addresses: Sequence[int], tensors: Sequence[Tensor], stream: int) -> None:
+        """Launch the kernel on these tensors."""
         compiled = self.compiled
-        values: list[Any] = [*(given.addresses if self.takes_addresses else given.tensors), *self._constants]
+        values: list[Any] = [*(addresses if self.takes_addresses else tensors), *self._constants]
         for hole in self._described:
-            values.append(hole.fill(given.tensors))
+            values.append(hole.fill(tensors))
         for choose in self._records:
             values.append(choose(values))
-        active = driver.active
-        stream = active.get_current_stream(active.get_current_device())
         # As Triton's own JITFunction.run does, without hooks.
         compiled.run(
             *(*self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None),
@@ -223,20 +224,88 @@ def _tuple_of(places: list[int]) -> Callable[[list[Any]], Any]:
     return lambda values: tuple(values[place] for place in places)
 
 
-class Plans:
-    """Plans by key, a bounded number, for all threads."""
+T = TypeVar("T")
 
-    def __init__(self) -> None:
-        self._kept: dict[Key, Plan] = {}
+
+class Bounded(Generic[T]):
+    """Values by key, a bounded number, for all threads; the oldest goes."""
+
+    def __init__(self, most: Callable[[], int]) -> None:
+        self._most = most
+        self._kept: dict[Key, T] = {}
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._kept)
 
+    def get(self, key: Key) -> T | None:
+        """Return what is kept under a key."""
+        return self._kept.get(key)
+
+    def put(self, key: Key, value: T) -> None:
+        """Keep a value."""
+        with self._lock:
+            while len(self._kept) >= self._most():
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = value
+
     def clear(self) -> None:
         """Forget all."""
         with self._lock:
             self._kept = {}
+
+
+class Tape:
+    """What a pass launches: plans and their tensors."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Plan, list[Tensor]]] = []
+        self.scratch: list[Tensor] = []
+        self.is_whole = True  # False: something was launched without a plan
+
+
+_recording = local()
+
+
+def scratch(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return float32 memory for what one kernel of a pass leaves to another one, and nothing else reads."""
+    x = like.new_empty(shape, dtype=torch.float32)
+    tape: Tape | None = getattr(_recording, "tape", None)
+    if tape is not None:
+        tape.scratch.append(x)
+    return x
+
+
+class Plans(Bounded[Plan]):
+    """Plans by key."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: MOST)
+        self.state = object()  # another one since they were last forgotten
+
+    def clear(self) -> None:
+        """Forget all."""
+        super().clear()
+        self.state = object()
+
+    def record(self, run: Callable[[], None]) -> Tape:
+        """Run, and return what this thread launched."""
+        before, tape = getattr(_recording, "tape", None), Tape()
+        _recording.tape = tape
+        try:
+            run()
+        finally:
+            _recording.tape = before
+        return tape
+
+    def _note(self, plan: Plan | None, given: Given) -> None:
+        tape: Tape | None = getattr(_recording, "tape", None)
+        if tape is None:
+            return
+        if plan is None:
+            tape.is_whole = False
+        else:
+            tape.launches.append((plan, given.tensors))
 
     def again(self, given: Given, more: More | None = None) -> bool:
         """Launch what is kept under the key; return whether anything is.
@@ -245,14 +314,17 @@ class Plans:
             given: the tensors, with a key of all that the kernel and its other arguments depend on.
             more: makes arguments that depend on what the first launch noted, such as buffers.
         """
-        plan = self._kept.get(tuple(given.key))
+        plan = self.get(tuple(given.key))
         if plan is None:
             return False
         if more is not None:
             given = given.more(more(plan.note).values())
             if given.key != plan.more:
                 return False
-        plan.launch(given)
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        plan.launch(given.addresses, given.tensors, stream)
+        self._note(plan, given)
         return True
 
     def start(
@@ -270,12 +342,11 @@ class Plans:
         compiled = kernel[planned.grid](**arguments, **planned.options)
         # Triton documents none of these; without them every launch is its own.
         if not keep or not all(hasattr(compiled, name) for name in _NEEDED):
+            self._note(None, given)
             return
         plan = Plan(kernel, compiled, planned, len(given.tensors), found)
-        with self._lock:
-            while len(self._kept) >= MOST:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = plan
+        self.put(key, plan)
+        self._note(plan, given)
 
 
 PLANS = Plans()
@@ -306,16 +377,29 @@ def launch_with(
         PLANS.start(kernel, given, planned, keep=around is not None)
 
 
-def surroundings(kernel: Any) -> Key | None:
+class Surroundings(NamedTuple):
+    """What Triton looks at besides arguments."""
+
+    kernels: tuple[Any, ...]  # the functions
+    device: int
+    mode: tuple[Any, ...]
+
+
+def surroundings(*kernels: Any) -> Surroundings | None:
     """Start a key with what Triton looks at besides arguments; None: it must launch in its own way."""
-    if type(kernel) is not JITFunction or kernel.pre_run_hooks:
-        return None
+    for kernel in kernels:
+        if type(kernel) is not JITFunction or kernel.pre_run_hooks:
+            return None
     runtime, compilation = triton.knobs.runtime, triton.knobs.compilation
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):
             return None
     inspect = runtime.add_stages_inspection_hook
-    mode = runtime.debug, compilation.instrumentation_mode, None if inspect is None else inspect()
-    # What else there may be, since Triton 3.9.
-    sanitizer = getattr(compilation, "fpsan_homomorphic_casts", None)
-    return kernel.fn, driver.active.get_current_device(), mode, sanitizer
+    mode = (
+        runtime.debug,
+        compilation.instrumentation_mode,
+        None if inspect is None else inspect(),
+        # What else there may be, since Triton 3.9.
+        getattr(compilation, "fpsan_homomorphic_casts", None),
+    )
+    return Surroundings(tuple([x.fn for x in kernels]), driver.active.get_current_device(), mode)

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch.config import Target
 from ..launch.launch import columns
+from ..launch.plans import launch_with, scratch
 from ..launch.split import Lengths, Split, choose_split
 from ..records import Lists, Pieces, Strided
 from .tile import LN2, LOG2E, head_of, join, max_or_nan
@@ -186,10 +186,8 @@ class Cut:
         if self.split is None:
             return NOT_CUT
         lines = self.lines * self.split.tiles * self.split.parts, own
-        new = self.lists.ptr.new_empty
-        self.pieces = Pieces(
-            **{name: new((*lines, *size), dtype=torch.float32) for name, size in self.sizes.items()}
-        )
+        new = self.lists.ptr
+        self.pieces = Pieces(**{name: scratch(new, (*lines, *size)) for name, size in self.sizes.items()})
         return {"cut_tiles": self.split.tiles, "parts": self.split.parts, "pieces": self.pieces}
 
     def more(self, own: int) -> int:
@@ -225,20 +223,22 @@ class Cut:
         step, block = (16, 1) if self.length == 1 else (4, 8)
         blocks = -(-min(self.own, self.length) // block)
         size = out.shape[3]
-        kernel[self.lines * self.split.tiles * blocks,](
-            out=Strided.of(out),
-            **arguments,
-            order=self.lists.order,
-            is_ordered=self.lists.numbers["is_ordered"],
-            cut_tiles=self.split.tiles,
-            parts=self.split.parts,
-            blocks=blocks,
-            heads=self.heads,
-            length=self.length,
-            STEP=step,
-            BLOCK=block,
-            COUNT=self.own,
-            STEPS=self.lists.size // self.own,
-            SIZE=size,
-            COLUMNS=columns(size),
+        launch_with(
+            kernel,
+            (self.lines * self.split.tiles * blocks,),
+            {
+                "is_ordered": self.lists.numbers["is_ordered"],
+                "cut_tiles": self.split.tiles,
+                "parts": self.split.parts,
+                "blocks": blocks,
+                "heads": self.heads,
+                "length": self.length,
+                "STEP": step,
+                "BLOCK": block,
+                "COUNT": self.own,
+                "STEPS": self.lists.size // self.own,
+                "SIZE": size,
+                "COLUMNS": columns(size),
+            },
+            {"out": Strided.of(out), **arguments, "order": self.lists.order},
         )

@@ -2,13 +2,12 @@
 # Triton gives kernels their types, from the arguments of a launch.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch.launch import WIDE_ROW, columns
-from ..launch.plans import launch_with
+from ..launch.plans import launch_with, scratch
 from ..records import Strided, round_up
 from .tile import LOG2E, addresses, head_of
 from .walk import Rows
@@ -69,7 +68,7 @@ def row_sums(out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
     """
     B, H, Q, E = out.shape
     length = round_up(Q, PADDING.value)
-    delta, lse2 = (out.new_empty((B, H, length), dtype=torch.float32) for _ in range(2))
+    delta, lse2 = scratch(out, (B, H, length)), scratch(out, (B, H, length))
     rows = 32 if E > 128 else 64
     launch_with(
         delta_kernel,

@@ -308,19 +308,7 @@ def test_records_are_filled_inner_ones_first():
     compiled = Compiled()
     plan = Plan(Kernel, compiled, Planned((9,), arguments, {}), 3, [])
 
-    class Driver:
-        def get_current_device(self):
-            return 2
-
-        def get_current_stream(self, device):
-            return 10 + device
-
-    before = triton.runtime.driver._active
-    triton.runtime.driver._active = Driver()
-    try:
-        plan.launch(given)
-    finally:
-        triton.runtime.driver._active = before
+    plan.launch(given.addresses, given.tensors, 12)
     assert compiled.got[:9] == (9, 1, 1, 12, 7, (1, 2), None, None, None)
     a, b, c, d = compiled.got[9:]
     assert a[0] is y and a[1][0] == 3 and a[1][1] is x and a[1][2][0] is x

@@ -268,6 +268,6 @@ def test_unknown_score():
 
 
 def test_unknown_backend_lists_the_known():
-    words = "backend: wanted one of 'sdpa', 'triton', 'cpu', 'rows', 'reference', got 'cuda'"
+    words = "backend: wanted one of 'sdpa', 'triton', 'cudnn', 'cpu', 'rows', 'reference', got 'cuda'"
     with pytest.raises(ValueError, match=f"^{words}$"):
         ab.attention(*inputs(), backend="cuda")

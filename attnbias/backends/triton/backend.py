@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels.launch.config import target_of
 from ...layouts.streams import is_capturing
 from ...scores.additive import why_not_terms
-from ..call import Grads
+from ..call import Grads, empty_row_numbers
 from ..strides import copy_back, dense_rows, empty_dense_rows, empty_grads, empty_like_query
 from . import terms
 from .work import work_of
@@ -52,23 +52,34 @@ def why_not(problem: Problem) -> list[str]:
     target = target_of(query.device)
     if isinstance(target, str):  # asked in every call on a CPU, so nothing else is looked at
         return [target]
-    no_bits = target.is_interpreted and query.dtype == torch.bfloat16
-    refused = (
-        (no_bits, "dtype: Triton's interpreter computes with the bits of bfloat16, not with its numbers"),
-        (query.dtype not in DTYPES, f"dtype: float32, float16 or bfloat16, got {query.dtype}"),
-        (D > LARGEST or E > LARGEST, f"head size: at most {LARGEST}, got D={D} and E={E}"),
-    )
-    return [words for is_so, words in refused if is_so] + why_not_terms(problem.terms, problem.score)
+    reasons = []
+    if target.is_interpreted and query.dtype == torch.bfloat16:
+        reasons.append("dtype: Triton's interpreter computes with the bits of bfloat16, not with its numbers")
+    if query.dtype not in DTYPES:
+        reasons.append(f"dtype: float32, float16 or bfloat16, got {query.dtype}")
+    if D > LARGEST or E > LARGEST:
+        reasons.append(f"head size: at most {LARGEST}, got D={D} and E={E}")
+    if problem.terms:
+        reasons += why_not_terms(problem.terms, problem.score)
+    return reasons
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Compute out [B, H, Q, E] and lse [B, H, Q]."""
     kernels = _kernels()
-    query, layout = call.query, call.layout
+    query = call.query
     out = empty_like_query(query, call.value.shape[3])
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    lse = empty_row_numbers(query)
     if not lse.numel():
         return out, lse
+    with _on(query.device):
+        _run(call, kernels.FORWARD, (out, lse, call.row_max), lambda: _forward(call, out, lse))
+    return out, lse
+
+
+def _forward(call: Call, out: Tensor, lse: Tensor) -> None:
+    """Run the kernels, which write out and lse."""
+    kernels, query, layout = _kernels(), call.query, call.layout
     extras, factors = _extras(call)
     if factors is not None:
         query = (query * factors).to(query.dtype)
@@ -78,26 +89,24 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     has_tiles, has_edges = by_query.tile.shape[0] > 1, edges.edges > 0
     # The edges go on from the tiles' result, which is not rounded in between; the last one adds the sink.
     partly = torch.empty_like(out, dtype=torch.float32) if has_tiles and has_edges else out
-    with _on(query.device):
-        if has_tiles or not has_edges:
-            last_sink = None if has_edges else sink
-            target = _target(query.device)
-            kernels.tiles_forward(
-                *(*inputs, partly, lse, by_query, target),
-                sink=last_sink,
-                extras=extras,
-                row_max=call.row_max,
-                **_numbers(call),
-            )
-        if has_edges:
-            start = (partly, lse) if has_tiles else None
-            kernels.edges_forward(
-                *(*inputs, edges, out, lse, _score(call, extras.dropout)),
-                sink=sink,
-                start=start,
-                row_max=call.row_max,
-            )
-    return out, lse
+    if has_tiles or not has_edges:
+        last_sink = None if has_edges else sink
+        target = _target(query.device)
+        kernels.tiles_forward(
+            *(*inputs, partly, lse, by_query, target),
+            sink=last_sink,
+            extras=extras,
+            row_max=call.row_max,
+            **_numbers(call),
+        )
+    if has_edges:
+        start = (partly, lse) if has_tiles else None
+        kernels.edges_forward(
+            *(*inputs, edges, out, lse, _score(call, extras.dropout)),
+            sink=sink,
+            start=start,
+            row_max=call.row_max,
+        )
 
 
 def backward(
@@ -111,8 +120,10 @@ def backward(
     """Compute the gradients that are needed."""
     dq, dk, dv = grads = empty_grads(call.inputs[:3], needs[:3])
     parts = terms.Gradients(call, needs)
+    d_sink: Tensor | None = None
     if not lse.numel():
-        d_sink = torch.zeros_like(call.sink) if call.sink is not None and needs.sink else None
+        if call.sink is not None and needs.sink:
+            d_sink = torch.zeros_like(call.sink)
         for grad in grads:
             if grad is not None:
                 grad.zero_()
@@ -122,12 +133,21 @@ def backward(
     out, grad_out = dense_rows(out), dense_rows(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
-    d_sink = None
+    sums: tuple[Tensor, Tensor] | None = None
     with _on(call.query.device):
-        # Layouts of edges only compute them on their way.
-        needs_sums = call.layout.tiles > 0 or not call.layout.edges or needs.sink
-        sums = _kernels().row_sums(out, lse, grad_out, grad_lse) if needs_sums else None
-        _backward(call, out, lse, grad_out, grad_lse, sums, written, parts)
+        results = out, lse, grad_out, grad_lse
+
+        def run() -> None:
+            nonlocal sums
+            # Layouts of edges only compute them on their way.
+            if call.layout.tiles > 0 or not call.layout.edges or needs.sink:
+                sums = _kernels().row_sums(*results)
+            _backward(call, *results, sums, written, parts)
+
+        if needs.sink or parts.wanted or parts.needs_weight:
+            run()  # some gradients are added up by torch
+        else:
+            _run(call, _kernels().BACKWARD, (*results, *written), run)
     copy_back(grads, written)
     if needs.sink:
         assert call.sink is not None and sums is not None
@@ -187,6 +207,40 @@ def _backward(
             needs_bias=bool(parts.wanted),
             starts=starts,
         )
+
+
+def _run(
+    call: Call, which: tuple[Any, ...], results: tuple[Tensor | None, ...], run: Callable[[], None]
+) -> None:
+    """Run a pass with some of these kernels, from what its layout keeps, if it can.
+
+    Scores of their own and places compute tensors in other ways. What is made while a graph is captured is
+    there only when the graph is replayed.
+    """
+    layout, query = call.layout, call.query
+    if call.score is not None or call.places is not None or is_capturing(query.device):
+        run()
+        return
+    kernels, prepared = _kernels(), layout.kept.prepared
+    passes = prepared.get("triton passes")
+    if passes is None:
+        passes = prepared["triton passes"] = kernels.Passes()
+    numbers = call.scale, call.softcap, call.dropout_p, kernels.precision(query.dtype)
+    given = *call.given, call.seed, *results, *call.codes
+
+    def owned() -> Iterator[Tensor]:
+        by_query, by_key, edges = _lists(layout)
+        return _tensors_of((by_query, by_key, *vars(edges).values()))
+
+    kernels.run_pass(passes, which, numbers, given, run, owned)
+
+
+def _tensors_of(x: object) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, tuple):
+        for y in x:
+            yield from _tensors_of(y)
 
 
 @functools.cache

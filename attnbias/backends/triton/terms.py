@@ -62,11 +62,19 @@ def bias_of_edges(call: Call) -> Tensor | None:
 class Gradients:
     """Gradients of the parts and of a score's weight that are wanted, while the kernels make them."""
 
+    key: Tensor | None = None
+    relative: Tensor | None = None
+    grid: Tensor | None = None
+    pair: Tensor | None = None  # summed over what has size 1
+    edges: Tensor | None = None  # of what bias_of_edges gave
+    weight: Tensor | None = None  # [H, D]
+
     def __init__(self, call: Call, needs: Needs) -> None:
         self.call = call
         self.needs_weight = needs.weight
-        self.weight: Tensor | None = None  # [H, D]
         self.wanted = parts_needed(needs)
+        if not self.wanted:
+            return
         batch, heads, k_len = *call.query.shape[:2], call.key.shape[2]
 
         def zeros(*sizes: int) -> Tensor:
@@ -75,10 +83,8 @@ class Gradients:
         self.key = zeros(k_len) if "key" in self.wanted else None
         self.relative = zeros(call.parts["relative"].shape[2]) if "relative" in self.wanted else None
         self.grid = zeros(call.parts["grid"].shape[2]) if "grid" in self.wanted else None
-        self.pair: Tensor | None = None  # summed over what has size 1
         if "pair" in self.wanted:
             self.pair = call.parts["pair"].new_zeros(call.parts["pair"].shape)
-        self.edges: Tensor | None = None  # of what bias_of_edges gave
 
     def by_query(self, lists: Lists) -> TermGrads | None:
         """Return those that the kernel by query makes; None without any."""
