@@ -246,7 +246,6 @@ def tiles_backward_key(
         lists,
         {"q": q, "k": k, "v": v, "grad_out": grad_out, **tensors},
         extras.present(
-            scale,
             softcap,
             dk=dk is not None,
             dv=dv is not None,

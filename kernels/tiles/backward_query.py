@@ -226,7 +226,7 @@ def tiles_backward_query(
     terms are added to those in ``grads``.
     """
     arguments = {"lse2": lse2, "delta": delta, "scale": scale, **extras.arguments(scale, softcap), **NOT_CUT}
-    given = lists, {"q": q, "k": k, "v": v, "grad_out": grad_out, "dq": dq}, extras.present(scale, softcap)
+    given = lists, {"q": q, "k": k, "v": v, "grad_out": grad_out, "dq": dq}, extras.present(softcap)
     if grads is None:
         cut = Cut(lists, extras.work and extras.work.by_query, target, q.shape, {"d": (q.shape[3],)})
         launch(

@@ -261,7 +261,7 @@ def tiles_forward(
         lse: float32 [B, H, Q], dense, written.
         lists: the tiles by query.
         target: what to compile for.
-        scale: factor of the products.
+        scale: factor of the products; without softcap not negative: negate q.
         softcap: 0 is off.
         sink: float32 [H].
         extras: dropout, score terms and levels.
@@ -278,7 +278,7 @@ def tiles_forward(
         target,
         lists,
         {"q": q, "k": k, "v": v, "out": out},
-        extras.present(scale, softcap, sink=sink is not None),
+        extras.present(softcap, sink=sink is not None),
         by_spec=(lambda spec: cut.arguments(spec.rows)) if cut.is_possible else None,
         more=cut.more,
         lse=lse,
