@@ -329,6 +329,8 @@ def candidates(
     else:
         by_pass = (_LEVELS_SINCE_3_9 if target.triton >= (3, 9) else _LEVELS).get((arch, size, tile), {})
         first = Config.parse(by_pass.get(which, text))
+    if arch == 80 and dtype != torch.float32 and not has_levels and 64 < d <= 96:
+        first = first._replace(chunk=64)  # 64 and 16 or 32 columns in place of 128
     for change in parse_changes(os.environ.get(VARIABLE, "")):
         first = change.apply(which, first, tile)
     if target.is_interpreted:  # no inline PTX there

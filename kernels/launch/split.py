@@ -16,6 +16,7 @@ FEWEST = 128  # multiprocessors that are reckoned with, where a device has fewer
 TOGETHER = 2  # programs that a multiprocessor should have
 LEAST = 256  # keys of a part (queries, by key): fewer cost less than to write and read the result
 SHORTEST = 2048  # keys of the longest list: a program is done with fewer before another kernel is launched
+STEP = 32  # keys (queries, by key) that most kernels take at once, or fewer
 UNCUT = 8  # lists that are this many times shorter than the longest are not cut
 
 
@@ -85,7 +86,8 @@ def choose_split(
     programs = TOGETHER * max(processors, FEWEST)
     share = max(lengths.total * lines * steps / programs, LEAST / size / turns)
     longest = lengths.sorted[-1]
-    parts = int(longest // share)
+    # The list of each head is cut by itself: what is less than a kernel's step would be empty.
+    parts = min(int(longest // share), longest * size // STEP)
     if parts < 2 or longest * size * turns < SHORTEST:
         return None
     cut = lists - bisect_right(lengths.sorted, max(share, longest / UNCUT))

@@ -72,8 +72,8 @@ def _walk_queries(
             near = (inside(j * ROWS, rows, queries.length) if PARTIAL else rows)[None, :]
             cols = inside(own.first, own.rows, own.length)[:, None]
             shift = distance_shift(queries.positions, walk.whole, start, own.start, queries.length)
-            at = j * ROWS, near, own.first, cols, queries.length, shift
-            x = add_terms(s, LOG2E / stretch.c, walk.terms, queries.b, walk.h, *at, SPEC)
+            pairs = j * ROWS, near, own.first, cols, queries.length, shift
+            x = add_terms(s, LOG2E / stretch.c, walk.terms, queries.b, walk.h, *pairs, SPEC)
         if walk.slope is not None:
             x = add_slope(x, walk.slope * (LOG2E / stretch.c), own, j * ROWS + start, SPEC)
         p = tl.math.exp2(x * stretch.c - tile_lse2[None, :])

@@ -75,8 +75,8 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, room, line, LOOP: tl.con
             rows = inside(own.first, own.rows, own.length)[:, None]
             near = (inside(j * COLS, cols, keys.length) if PARTIAL else cols)[None, :]
             shift = distance_shift(keys.positions, walk.whole, own.start, start, own.length)
-            at = own.first, rows, j * COLS, near, own.length, shift
-            x = add_terms(s, LOG2E / stretch.c, walk.terms, keys.b, walk.h, *at, SPEC)
+            pairs = own.first, rows, j * COLS, near, own.length, shift
+            x = add_terms(s, LOG2E / stretch.c, walk.terms, keys.b, walk.h, *pairs, SPEC)
         if walk.slope is not None:
             x = add_slope(x, walk.slope * (LOG2E / stretch.c), own, j * COLS + start, SPEC)
         p = tl.math.exp2(x * stretch.c - lse2[:, None])

@@ -104,8 +104,8 @@ def _walk_keys(acc, m, total, q, walk, stretch, LOOP: tl.constexpr, SPEC: tl.con
             rows = inside(own.first, own.rows, own.length)[:, None]
             near = (inside(j * COLS, cols, keys.length) if PARTIAL else cols)[None, :]
             shift = distance_shift(keys.positions, walk.whole, own.start, start, own.length)
-            at = own.first, rows, j * COLS, near, own.length, shift
-            s = add_terms(s, LOG2E / c, walk.terms, keys.b, walk.h, *at, SPEC)
+            pairs = own.first, rows, j * COLS, near, own.length, shift
+            s = add_terms(s, LOG2E / c, walk.terms, keys.b, walk.h, *pairs, SPEC)
         if walk.slope is not None:
             s = add_slope(s, walk.slope * (LOG2E / c), own, j * COLS + start, SPEC)
         if PARTIAL:

@@ -144,10 +144,10 @@ def keep_words(drop, b, h, rows, start, first, j, COLS: tl.constexpr, SPEC: tl.c
     # A sum of one number each. Triton cannot infer a layout for it from that of the product; it would repeat
     # all of the above in every thread that reads a word.
     words = tl.sum(bits, 0)
-    if COLS <= 32:
-        parts = (tl.reshape(words, [R]),)
-    elif COLS == 64:
+    if COLS == 64:
         parts = tl.split(words)
+    elif COLS <= 32:
+        parts = (tl.reshape(words, [R]),)
     else:
         even, odd = tl.split(tl.reshape(words, [R, 2, 2]))
         w0, w2 = tl.split(even)

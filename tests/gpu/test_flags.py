@@ -38,3 +38,15 @@ def test_heads_cut_into_chunks(gpu, d, e, dtype):
     with changed("32x32 w4 s2 C64"):
         found = ab.verify(*inputs, ab.Causal(), scale=-0.1, backend="triton")
     assert found.ok, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [80, 96])
+def test_head_sizes_that_sm_80_does_not_pad(gpu, size):
+    """As shipped: 64 and 16 or 32 columns in place of 128."""
+    if gpu.cc != 80:
+        pytest.skip("only sm_80 has such entries")
+    inputs = make_inputs(3, 1, 2, 1, 140, 150, size, size, torch.bfloat16)
+    layout = ab.Layout.build(ab.Causal(), 140, 150, form="tiles", tile=128)
+    found = ab.verify(*inputs, layout, terms=[ab.ALiBi(torch.tensor([0.1, 0.2]))], backend="triton")
+    assert found.ok, found
