@@ -111,6 +111,7 @@ class Call:
     score: Score | None = None  # None = the dot product; the weight of an AdditiveScore is in the inputs
     seed: Tensor | None = None  # int64 [1], with dropout
     codes: Sequence[Tensor] = ()  # of queries [Q] and keys [K] on a grid, int32
+    slopes: Tensor | None = None  # [B or 1, H]: the part ``relative`` is -slope * |distance|
     row_max: Tensor | None = None  # [B, H, Q], dense: forward writes the largest scores; None = not wanted
     places: Places | None = None  # in a larger problem, whose q_start the layout has
 

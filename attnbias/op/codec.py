@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 SCHEMA = (  # extras are the other Inputs, or nothing if all are None
     "Tensor query, Tensor key, Tensor value, Tensor?[] extras, "
-    "Tensor[] codes, Tensor? seed, Tensor[] layout, Tensor[] positions, SymInt[] places, SymInt q_start, "
-    "float scale, float softcap, float dropout_p, str score, str relation, str backend, bool return_max"
+    "Tensor[] codes, Tensor? slopes, Tensor? seed, Tensor[] layout, Tensor[] positions, SymInt[] places, "
+    "SymInt q_start, float scale, float softcap, float dropout_p, str score, str relation, str backend, "
+    "bool return_max"
 )
 # How operations are dispatched outside of an op.
 _ORDINARY = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
@@ -40,6 +41,7 @@ class Rest(NamedTuple):
     """The op's arguments after the inputs, in the order of ``SCHEMA``."""
 
     codes: list[Tensor]
+    slopes: Tensor | None
     seed: Tensor | None
     layout: list[Tensor]  # a layout's buffer and where; or the tensors of a relation's recipe
     positions: list[Tensor]  # queries and keys of Places, or nothing
@@ -54,7 +56,7 @@ class Rest(NamedTuple):
     return_max: bool
 
 
-def encode(problem: Problem, codes: list[Tensor], backend: str | None) -> Rest:
+def encode(problem: Problem, codes: list[Tensor], slopes: Tensor | None, backend: str | None) -> Rest:
     """Write a traced problem so that it holds for every length: nothing about the layout is read.
 
     Raises:
@@ -74,6 +76,7 @@ def encode(problem: Problem, codes: list[Tensor], backend: str | None) -> Rest:
         layout, relation = list(recipe.data), recipe.text
     return Rest(
         codes,
+        slopes,
         problem.seed,
         layout,
         *_write_places(problem.places),
@@ -93,7 +96,7 @@ def encode_call(call: Call, backend: str) -> Rest:
     layout = [call.layout.buffer, call.layout.where]
     score = write_score(call.score)
     positions, places = _write_places(call.places)
-    lists = (list(call.codes), call.seed, layout, positions, places)
+    lists = (list(call.codes), call.slopes, call.seed, layout, positions, places)
     numbers = (call.layout.q_start, call.scale, call.softcap, call.dropout_p)
     return Rest(*lists, *numbers, score, "", backend, call.row_max is not None)
 
@@ -106,10 +109,10 @@ def join(inputs: Sequence[Tensor | None], rest: Rest) -> tuple[Any, ...]:
 
 def split(arguments: Sequence[Any]) -> tuple[Inputs, Rest]:
     """Return what :func:`join` put together."""
-    query, key, value, extras, codes, seed, *lists, q_start = arguments[:10]
+    query, key, value, extras, codes, slopes, seed, *lists, q_start = arguments[:11]
     # AOTInductor hands an empty list over as None.
     layout, positions, places = ([] if x is None else x for x in lists)
-    rest = Rest(codes or [], seed, layout, positions, places, q_start, *arguments[10:])
+    rest = Rest(codes or [], slopes, seed, layout, positions, places, q_start, *arguments[11:])
     return Inputs(query, key, value, *(extras or ())), rest
 
 
@@ -139,7 +142,7 @@ def decode(inputs: Inputs, rest: Rest) -> tuple[Call, InOp]:
     backend = dispatch.choose(problem, rest.backend or None, dispatch.IN_OP)
     numbers = (rest.scale, rest.softcap, rest.dropout_p)
     row_max = empty_row_numbers(inputs.query) if rest.return_max else None
-    call = Call(inputs, layout, *numbers, score, rest.seed, rest.codes, row_max, places)
+    call = Call(inputs, layout, *numbers, score, rest.seed, rest.codes, rest.slopes, row_max, places)
     return call, dispatch.IN_OP[backend]
 
 

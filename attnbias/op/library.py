@@ -76,7 +76,7 @@ class _Eager(torch.autograd.Function):
         layout = call.layout
         ctx.set_materialize_grads(False)
         places = NO_PLACES if call.places is None else call.places
-        given = call.seed, layout.buffer, layout.where, places.queries, places.keys
+        given = call.slopes, call.seed, layout.buffer, layout.where, places.queries, places.keys
         ctx.save_for_backward(*inputs, out, lse, *given, *call.codes)
         numbers = None if call.places is None else places._replace(queries=None, keys=None)
         ctx.rest = (len(inputs), name, call.scale, call.softcap, call.dropout_p, call.score, numbers)
@@ -91,11 +91,11 @@ class _Eager(torch.autograd.Function):
         """Compute the gradients that are needed and no others."""
         saved = ctx.saved_tensors
         count, name, scale, softcap, dropout_p, score, places = ctx.rest
-        out, lse, seed, buffer, where, queries, keys, *codes = saved[count:]
+        out, lse, slopes, seed, buffer, where, queries, keys, *codes = saved[count:]
         if places is not None:
             places = places._replace(queries=queries, keys=keys)
         inputs, layout = Inputs(*saved[:count]), Layout(buffer, where)
-        call = Call(inputs, layout, scale, softcap, dropout_p, score, seed, codes, places=places)
+        call = Call(inputs, layout, scale, softcap, dropout_p, score, seed, codes, slopes, places=places)
         needs = Needs(*ctx.needs_input_grad[2:])
         results = (out, lse, grad_out, grad_lse)
         if _is_watched():
@@ -116,8 +116,10 @@ class _Traced(torch.autograd.Function):
         """Compute, and save what the derivative reads."""
         out, lse, row_max = _below_autograd(forward_op, _forward_real, join(inputs, rest))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, out, lse, rest.seed, *rest.codes, *rest.positions, *rest.layout)
-        ctx.rest = rest._replace(seed=None, codes=[], layout=[], positions=[], return_max=False)
+        ctx.save_for_backward(
+            *inputs, out, lse, rest.slopes, rest.seed, *rest.codes, *rest.positions, *rest.layout
+        )
+        ctx.rest = rest._replace(slopes=None, seed=None, codes=[], layout=[], positions=[], return_max=False)
         ctx.codes, ctx.positions = len(rest.codes), len(rest.positions)
         ctx.mark_non_differentiable(row_max)
         return out, lse, row_max
@@ -128,10 +130,12 @@ class _Traced(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Compute the gradients that are needed and no others."""
         saved = ctx.saved_tensors
-        out, lse, seed, *more = saved[_INPUTS:]
+        out, lse, slopes, seed, *more = saved[_INPUTS:]
         more = iter(more)
         codes, positions = (list(islice(more, count)) for count in (ctx.codes, ctx.positions))
-        rest = ctx.rest._replace(seed=seed, codes=codes, positions=positions, layout=list(more))
+        rest = ctx.rest._replace(
+            slopes=slopes, seed=seed, codes=codes, positions=positions, layout=list(more)
+        )
         needs = Needs(*ctx.needs_input_grad[1:])
         return None, *_call_backward(Inputs(*saved[:_INPUTS]), rest, out, lse, grad_out, grad_lse, needs)
 

@@ -28,8 +28,8 @@ def attend(problem: Problem, name: str | None) -> tuple[Tensor, Tensor | None, T
         in_place = dispatch.choose_traced(problem, name)
         if in_place is not None:
             return _attend_in_place(in_place, problem)
-        inputs, codes = _make_inputs(problem)
-        out, lse, row_max = forward_op(*join(inputs, encode(problem, codes, name)))
+        inputs, codes, slopes = _make_inputs(problem)
+        out, lse, row_max = forward_op(*join(inputs, encode(problem, codes, slopes, name)))
         return out, lse, row_max if problem.return_max else None
     name = dispatch.choose(problem, name)
     if name in dispatch.IN_PLACE:
@@ -55,28 +55,28 @@ def _given(problem: Problem) -> Iterator[object]:
 
 
 def _make_call(problem: Problem) -> Call:
-    inputs, codes = _make_inputs(problem)
+    inputs, codes, slopes = _make_inputs(problem)
     score = problem.score
     if isinstance(score, AdditiveScore):
         score = AdditiveScore(negative_slope=score.negative_slope)  # its weight is among the inputs
     numbers = (problem.scale, problem.softcap, problem.dropout_p)
     row_max = empty_row_numbers(problem.query) if problem.return_max else None
     layout, places = problem.lay_out(), problem.places
-    return Call(inputs, layout, *numbers, score, problem.seed, codes, row_max, places)
+    return Call(inputs, layout, *numbers, score, problem.seed, codes, slopes, row_max, places)
 
 
-def _make_inputs(problem: Problem) -> tuple[Inputs, list[Tensor]]:
-    """Return the tensors that may need a gradient, and the codes of a grid."""
+def _make_inputs(problem: Problem) -> tuple[Inputs, list[Tensor], Tensor | None]:
+    """Return the tensors that may need a gradient, the codes of a grid, and slopes (see ``make_parts``)."""
     tensors = problem.query, problem.key, problem.value, problem.sink
     if not problem.terms and problem.score is None:
-        return Inputs(*tensors), []
+        return Inputs(*tensors), [], None
     sizes, weight = problem.sizes, None
     if isinstance(problem.score, AdditiveScore):
         weight = problem.score.make_weight(sizes, problem.query.shape[3])
-    parts, codes = make_parts(problem.terms, sizes)
+    parts, codes, slopes = make_parts(problem.terms, sizes)
     if problem.places is not None and problem.places.queries is not None:
         codes = _take_places(problem.places, parts, codes)
-    return Inputs(*tensors, weight, *map(parts.get, PARTS)), codes
+    return Inputs(*tensors, weight, *map(parts.get, PARTS)), codes, slopes
 
 
 def _take_places(places: Places, parts: dict[str, Tensor], codes: list[Tensor]) -> list[Tensor]:

@@ -43,7 +43,15 @@ class _Some(KernelTerm):
 
     def make_part(self, sizes: Sizes) -> Tensor:
         """See :class:`KernelTerm`; parts have batches in dimension 0, if at all, and heads in dimension 1."""
-        made = self.term.make_part(self._whole(sizes))
+        return self._narrow(self.term.make_part(self._whole(sizes)), sizes)
+
+    def make_slopes(self, sizes: Sizes) -> Tensor | None:
+        """See :class:`KernelTerm`."""
+        made = self.term.make_slopes(self._whole(sizes))
+        return None if made is None else self._narrow(made, sizes)
+
+    def _narrow(self, made: Tensor, sizes: Sizes) -> Tensor:
+        """Return its own batches or heads."""
         dim = 1 if self.axis == "heads" else 0
         if made.shape[dim] == 1 or (dim == 0 and self.part == "edge"):
             return made

@@ -97,6 +97,10 @@ class KernelTerm:
         """Return the codes of queries and keys from which a grid's part is read; None for other parts."""
         return None
 
+    def make_slopes(self, sizes: Sizes) -> Tensor | None:
+        """Return [B or 1, H] that says it all of a part ``relative``: -slope * |distance|; else None."""
+        return None
+
     def _check(self, name: str, sizes: Sizes, *shapes: str, **options: Any) -> None:
         """Raise unless the field is a tensor as :func:`check_tensor` wants it."""
         check_tensor(f"terms: {type(self).__name__}.{name}", getattr(self, name), sizes, *shapes, **options)
@@ -177,6 +181,10 @@ class ALiBi(KernelTerm):
         """See :class:`KernelTerm`."""
         slopes = self.slopes.view(-1, sizes.heads, 1).to(sizes.dtype)
         return -slopes * _distances(sizes).abs()
+
+    def make_slopes(self, sizes: Sizes) -> Tensor:
+        """See :class:`KernelTerm`."""
+        return self.slopes.detach().view(-1, sizes.heads).to(sizes.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -408,11 +416,12 @@ def why_not_parts(terms: Sequence[Term]) -> list[str]:
     return reasons
 
 
-def make_parts(terms: Sequence[Term], sizes: Sizes) -> tuple[dict[str, Tensor], list[Tensor]]:
+def make_parts(terms: Sequence[Term], sizes: Sizes) -> tuple[dict[str, Tensor], list[Tensor], Tensor | None]:
     """Add up the terms by part.
 
     Returns:
-        The parts by name, of the shapes above, and for a grid the codes of queries and keys.
+        The parts by name, of the shapes above; for a grid the codes of queries and keys; and the slopes of
+        a part ``relative`` that is one ALiBi, [B or 1, H], from which some kernels compute it.
     """
     parts: dict[str, Tensor] = {}
     codes: list[Tensor] = []
@@ -424,4 +433,6 @@ def make_parts(terms: Sequence[Term], sizes: Sizes) -> tuple[dict[str, Tensor], 
     for name in ("relative", "key", "grid"):  # small: summing over batch and heads can be left to autograd
         if name in parts:
             parts[name] = parts[name].expand(sizes.batch, sizes.heads, -1)
-    return parts, codes
+    relative = [term for term in terms if isinstance(term, KernelTerm) and term.part == "relative"]
+    slopes = relative[0].make_slopes(sizes) if len(relative) == 1 else None
+    return parts, codes, slopes

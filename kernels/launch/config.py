@@ -183,7 +183,6 @@ class Present(NamedTuple):
     """The options that a call has, with which its kernel is compiled."""
 
     softcap: bool = False
-    negation: bool = False  # of one side, for a negative scale
     sink: bool = False
     dropout: bool = False
     terms: bool = False

@@ -14,7 +14,7 @@ from .extras import PLAIN, Extras
 from .levels import add_mixed, divide_by_depths, score_mixed
 from .pieces import NOT_CUT, Cut, piece_of, uncut
 from .row_sums import PADDING
-from .terms import Dropout, add_terms, drop_pairs, inside, keep_words
+from .terms import Dropout, add_slope, add_terms, drop_pairs, inside, keep_words, slope_of
 from .tile import LOG2E, head_of, load_values, mask, store_rows
 from .walk import (
     NUMBERS,
@@ -74,6 +74,8 @@ def _walk_queries(
             shift = distance_shift(queries.positions, walk.whole, start, own.start, queries.length)
             pairs = j * ROWS, near, own.first, cols, queries.length, shift
             x = add_terms(s, LOG2E / stretch.c, walk.terms, queries.b, walk.h, *pairs, SPEC)
+        if walk.slope is not None:
+            x = add_slope(x, walk.slope * (LOG2E / stretch.c), own, j * ROWS + start, SPEC)
         p = tl.math.exp2(x * stretch.c - tile_lse2[None, :])
         if PARTIAL:
             p = mask(p, walk.lists, t, own.rows, rows, 0.0, ROWS, SPEC)
@@ -184,6 +186,7 @@ def backward_key_kernel(
             whole=Whole(q_start, whole_rows),
             drop=drop,
             terms=terms,
+            slope=slope_of(terms, b, h),
             table=table,
         )
         for LOOP in tl.static_range(len(SPEC.loops)):
@@ -246,7 +249,6 @@ def tiles_backward_key(
         lists,
         {"q": q, "k": k, "v": v, "grad_out": grad_out, **tensors},
         extras.present(
-            scale,
             softcap,
             dk=dk is not None,
             dv=dv is not None,

@@ -20,7 +20,7 @@ from .levels import add_mixed, divide_by_depths, score_mixed
 from .pieces import NOT_CUT, Cut, piece_of, uncut
 from .row_sums import PADDING
 from .term_grads import NO_ROOM, TermGrads, store_diagonals, store_pairs, store_tile
-from .terms import Dropout, add_terms, drop_pairs, inside, keep_words
+from .terms import Dropout, add_slope, add_terms, drop_pairs, inside, keep_words, slope_of
 from .tile import LOG2E, head_of, load_values, mask, mask_half
 from .walk import (
     NUMBERS,
@@ -77,6 +77,8 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, room, line, LOOP: tl.con
             shift = distance_shift(keys.positions, walk.whole, own.start, start, own.length)
             pairs = own.first, rows, j * COLS, near, own.length, shift
             x = add_terms(s, LOG2E / stretch.c, walk.terms, keys.b, walk.h, *pairs, SPEC)
+        if walk.slope is not None:
+            x = add_slope(x, walk.slope * (LOG2E / stretch.c), own, j * COLS + start, SPEC)
         p = tl.math.exp2(x * stretch.c - lse2[:, None])
         if PARTIAL and not SPEC.half:
             p = mask(p, walk.lists, t, own.rows, cols, 0.0, COLS, SPEC)
@@ -185,6 +187,7 @@ def backward_query_kernel(
         whole=Whole(q_start, whole_rows),
         drop=drop,
         terms=terms,
+        slope=slope_of(terms, b, h),
         table=table,
     )
     queries = load_own(own, SPEC)
@@ -226,7 +229,7 @@ def tiles_backward_query(
     terms are added to those in ``grads``.
     """
     arguments = {"lse2": lse2, "delta": delta, "scale": scale, **extras.arguments(scale, softcap), **NOT_CUT}
-    given = lists, {"q": q, "k": k, "v": v, "grad_out": grad_out, "dq": dq}, extras.present(scale, softcap)
+    given = lists, {"q": q, "k": k, "v": v, "grad_out": grad_out, "dq": dq}, extras.present(softcap)
     if grads is None:
         cut = Cut(lists, extras.work and extras.work.by_query, target, q.shape, {"d": (q.shape[3],)})
         launch(

@@ -52,18 +52,11 @@ def keep_dims(x, dim, low, high):
 
 
 @triton.jit
-def own_chunk(own, CHUNK: tl.constexpr, SPEC: tl.constexpr):
-    """Load one chunk of the own side, negated for a negative scale, since c > 0."""
-    x = load_chunk(own, CHUNK, True, SPEC)
-    return -x if SPEC.has.negation else x
-
-
-@triton.jit
 def load_own(own, SPEC: tl.constexpr):
     """Load all chunks of the own side."""
     x = ()
     for i in tl.static_range(len(SPEC.chunks)):
-        x = x + (own_chunk(own, i, SPEC),)
+        x = x + (load_chunk(own, i, True, SPEC),)
     return x
 
 
@@ -78,7 +71,7 @@ def own_prefix(x, own, prefix, LOOP: tl.constexpr, SPEC: tl.constexpr):
     for i in tl.static_range(CHUNKS):
         z = x[i]
         if i >= SPEC.loops[LOOP].whole:
-            z = keep_dims(own_chunk(own, i, SPEC), SPEC.chunks[i].first, 0, prefix)
+            z = keep_dims(load_chunk(own, i, True, SPEC), SPEC.chunks[i].first, 0, prefix)
         y = y + (z,)
     return y
 
@@ -87,7 +80,7 @@ def own_prefix(x, own, prefix, LOOP: tl.constexpr, SPEC: tl.constexpr):
 def score(x, y, inner, LOOP: tl.constexpr, SPEC: tl.constexpr):
     """Score each row of x with each row of y, chunks of both: the product, or tanh(inner * product).
 
-    Whoever calls it multiplies by c > 0: |scale| * log2(e), x being negated for a negative scale; or
+    Whoever calls it multiplies by c > 0: scale * log2(e), x or y coming negated for a negative scale; or
     softcap * log2(e), inner being scale / softcap. The slope by the product is scale, or scale * (1 - s * s).
     """
     CHUNKS: tl.constexpr = SPEC.loops[LOOP].chunks

@@ -25,13 +25,12 @@ class Extras(NamedTuple):
     places: Places = NO_PLACES
     work: Work | None = None  # how long the lists are; None: none is cut
 
-    def present(self, scale: float, softcap: float, **more: bool) -> Present:
+    def present(self, softcap: float, **more: bool) -> Present:
         """Say what kernels are compiled with; ``more`` are other fields."""
         levels = self.levels
         chunks, loops = plan(levels.prefixes, levels.shares_first) if levels.prefixes else ((), PLAIN_LOOPS)
         return Present(
             softcap=softcap != 0,
-            negation=scale < 0 and softcap == 0,
             dropout=self.dropout.seed is not None,
             terms=self.terms is not None,
             levels=len(levels.prefixes),
@@ -61,8 +60,11 @@ class Extras(NamedTuple):
 
 
 def score_unit(scale: float, softcap: float) -> float:
-    """Return c > 0, from a score to a power of 2; a scale of 0 gives weights of exactly 1."""
-    return max((softcap or abs(scale)) * LOG2E, SMALLEST)
+    """Return c > 0, from a score to a power of 2; a scale of 0 gives weights of exactly 1.
+
+    Without softcap the scale is not negative: q is.
+    """
+    return max((softcap or scale) * LOG2E, SMALLEST)
 
 
 def least_score(c: float) -> float:

@@ -13,7 +13,7 @@ from .chunks import fetch, load_own, own_prefix, score
 from .extras import PLAIN, Extras, least_score
 from .levels import score_mixed
 from .pieces import NOT_CUT, Cut, piece_of, uncut
-from .terms import Dropout, add_terms, drop_pairs, inside, keep_words
+from .terms import Dropout, add_slope, add_terms, drop_pairs, inside, keep_words, slope_of
 from .tile import (
     LN2,
     LOG2E,
@@ -106,6 +106,8 @@ def _walk_keys(acc, m, total, q, walk, stretch, LOOP: tl.constexpr, SPEC: tl.con
             shift = distance_shift(keys.positions, walk.whole, own.start, start, own.length)
             pairs = own.first, rows, j * COLS, near, own.length, shift
             s = add_terms(s, LOG2E / c, walk.terms, keys.b, walk.h, *pairs, SPEC)
+        if walk.slope is not None:
+            s = add_slope(s, walk.slope * (LOG2E / c), own, j * COLS + start, SPEC)
         if PARTIAL:
             s = mask(s, walk.lists, t, own.rows, cols, -float("inf"), COLS, SPEC)
         acc, m, total = _accumulate(acc, m, total, s, v, cols, c, kept, SPEC)
@@ -183,6 +185,7 @@ def forward_kernel(
         whole=Whole(q_start, whole_rows),
         drop=drop,
         terms=terms,
+        slope=slope_of(terms, b, h),
         table=table,
     )
     queries = load_own(own, SPEC)
@@ -261,7 +264,7 @@ def tiles_forward(
         lse: float32 [B, H, Q], dense, written.
         lists: the tiles by query.
         target: what to compile for.
-        scale: factor of the products.
+        scale: factor of the products; without softcap not negative: negate q.
         softcap: 0 is off.
         sink: float32 [H].
         extras: dropout, score terms and levels.
@@ -278,7 +281,7 @@ def tiles_forward(
         target,
         lists,
         {"q": q, "k": k, "v": v, "out": out},
-        extras.present(scale, softcap, sink=sink is not None),
+        extras.present(softcap, sink=sink is not None),
         by_spec=(lambda spec: cut.arguments(spec.rows)) if cut.is_possible else None,
         more=cut.more,
         lse=lse,

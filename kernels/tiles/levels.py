@@ -161,8 +161,6 @@ def score_mixed(own, walked, table, inner, SPEC: tl.constexpr):
         s = add_level(s, own, walked, tl.load(level + 3), tl.load(level + 4), SPEC)
         s = tl.where(share_level(level, own, walked), s, 0.0)
     s = add_level(s, own, walked, 0, tl.load(table + shallow * FIELDS + 4), SPEC)
-    if SPEC.has.negation:
-        s = -s
     if SPEC.has.per_pair:
         s = divide_by_depths(s, own, walked, (shallow, deep), table)
     if SPEC.has.softcap:

@@ -42,6 +42,7 @@ class Terms(NamedTuple):
     """The parts of a call, as kernels read them."""
 
     relative: Strided | None = None  # by k - q, the first being 1 - Q
+    slope: Strided | None = None  # in place of it: float32 [B or 1, H], subtracted times abs(k - q)
     key: Strided | None = None
     pair: PairPart | None = None
     grid: GridPart | None = None
@@ -67,6 +68,32 @@ def add_terms(s, rate, terms, b, h, row, rows, col, cols, q_len, shift, SPEC: tl
         at = tl.load(terms.grid.query_code + row + rows) - tl.load(terms.grid.key_code + col + cols)
         s += tl.load(head_of(terms.grid, b, h) + at) * rate
     return s
+
+
+@triton.jit
+def slope_of(terms, b, h):
+    """Return the slope of a head; None without."""
+    slope = None
+    if terms is not None and terms.slope is not None:
+        slope = tl.load(head_of(terms.slope, b, h))
+    return slope
+
+
+@triton.jit
+def add_slope(s, steep, own, first, SPEC: tl.constexpr):
+    """Subtract ``steep`` times the distance from scores [own, walked]; the walked side is from ``first`` on.
+
+    The distance is a whole number, exact up to 2^24, so that only its product rounds. It has two parts: what
+    all registers of a thread have in common, and a constant of each register. In an mma fragment bits 1 and 2
+    of the column and most bits of the row are the thread's, so that registers 8 rows and 8 columns apart
+    share a distance.
+    """
+    OF_REGISTER: tl.constexpr = 72 if SPEC.shift else 0  # bits of the row
+    rows, cols = own.rows[:, None], tl.arange(0, s.shape[1])[None, :]
+    apart = first - own.first - own.start
+    of_thread = apart + (cols & SPEC.shift) - (rows & (127 - OF_REGISTER))
+    of_register = (cols & (127 - SPEC.shift)) - (rows & OF_REGISTER)
+    return s - tl.abs(of_thread.to(tl.float32) + of_register.to(tl.float32)) * steep
 
 
 @triton.jit

@@ -65,6 +65,7 @@ class Walk(NamedTuple):
     whole: Whole
     drop: Any  # terms.Dropout, its seed read; None without
     terms: Any  # terms.Terms or None
+    slope: Any  # of the head, or None
     table: Any  # of levels
 
 

@@ -124,7 +124,7 @@ def test_a_function_cannot_be_exported(strict):
 
 def call_op(tensors, text):
     """Call the op as a traced program does."""
-    rest = Rest([], None, tensors, [], [], 0, 1.0, 0.0, 0.0, "", text, "", False)
+    rest = Rest([], None, None, tensors, [], [], 0, 1.0, 0.0, 0.0, "", text, "", False)
     return torch.ops.attnbias.forward(*join(Inputs(*leaves(20)), rest))
 
 

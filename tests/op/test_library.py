@@ -42,7 +42,7 @@ def op_arguments(
     tensors, text = [layout.buffer, layout.where], ""
     if traced and layout is not relation:
         tensors, text = list(relation.recipe.data), relation.recipe.text
-    lists = ([], seed, tensors, list(positions), list(places))
+    lists = ([], None, seed, tensors, list(positions), list(places))
     rest = Rest(*lists, 0, 0.3, 2.0, dropout_p, "", text, "" if traced else "rows", return_max)
     return join(Inputs(q, k, v, sink), rest)
 

@@ -81,8 +81,6 @@ def _forward(call: Call, out: Tensor, lse: Tensor) -> None:
     """Run the kernels, which write out and lse."""
     kernels, query, layout = _kernels(), call.query, call.layout
     extras, factors = _extras(call)
-    if factors is not None:
-        query = (query * factors).to(query.dtype)
     inputs = dense_rows(query), dense_rows(call.key), dense_rows(call.value)
     sink = None if call.sink is None else call.sink.float()
     by_query, _, edges = _lists(layout)
@@ -93,7 +91,7 @@ def _forward(call: Call, out: Tensor, lse: Tensor) -> None:
         last_sink = None if has_edges else sink
         target = _target(query.device)
         kernels.tiles_forward(
-            *(*inputs, partly, lse, by_query, target),
+            *(_before_tiles(query, factors), *inputs[1:], partly, lse, by_query, target),
             sink=last_sink,
             extras=extras,
             row_max=call.row_max,
@@ -170,8 +168,7 @@ def _backward(
     """Run the kernels, which write the gradients of query, key and value, and those of the parts."""
     kernels, layout = _kernels(), call.layout
     (extras, factors), numbers = _extras(call), _numbers(call)
-    query = call.query if factors is None else (call.query * factors).to(call.query.dtype)
-    inputs = dense_rows(query), dense_rows(call.key), dense_rows(call.value)
+    inputs = dense_rows(call.query), dense_rows(call.key), dense_rows(call.value)
     by_query, by_key, edges = _lists(layout)
     has_tiles, has_edges = by_query.tile.shape[0] > 1, edges.edges > 0
     starts: list[Tensor | None] = [None, None, None]
@@ -180,7 +177,7 @@ def _backward(
             None if x is None else torch.empty_like(x, dtype=torch.float32) if has_edges else x
             for x in written
         ]
-        given = *inputs, grad_out, *sums
+        given = _before_tiles(call.query, factors), *inputs[1:], grad_out, *sums
         target = _target(call.query.device)
         grads = parts.by_query(by_query)
         if dq is not None or grads is not None:
@@ -226,7 +223,7 @@ def _run(
     if passes is None:
         passes = prepared["triton passes"] = kernels.Passes()
     numbers = call.scale, call.softcap, call.dropout_p, kernels.precision(query.dtype)
-    given = *call.given, call.seed, *results, *call.codes
+    given = *call.given, call.slopes, call.seed, *results, *call.codes
 
     def owned() -> Iterator[Tensor]:
         by_query, by_key, edges = _lists(layout)
@@ -252,9 +249,20 @@ def _kernels() -> Any:
 
 
 def _numbers(call: Call) -> dict[str, float]:
+    """Return what kernels over tiles take, for which q comes negated where the scale is."""
     score = call.multilevel
     scale = call.kernel_scale if score is None else call.kernel_scale / min(score.ranks)
-    return {"scale": scale, "softcap": call.softcap}
+    return {"scale": -scale if _negates(call) else scale, "softcap": call.softcap}
+
+
+def _negates(call: Call) -> bool:
+    """Say whether the scale is negative: kernels over tiles take c > 0, the scale's share of a weight."""
+    return call.scale < 0 and not call.softcap
+
+
+def _before_tiles(query: Tensor, factors: Tensor | float | None) -> Tensor:
+    """Return the query as kernels over tiles read it."""
+    return dense_rows(query if factors is None else (query * factors).to(query.dtype))
 
 
 def _levels(call: Call, score: MultiLevel) -> tuple[Levels, Tensor]:
@@ -285,14 +293,22 @@ def _score(call: Call, dropout: Dropout) -> Score:
     kernels, found = _kernels(), call.additive
     additive = None if found is None else kernels.Additive(found[0].contiguous(), found[1])
     score: Score = kernels.Score(
-        **_numbers(call), additive=additive, bias=terms.bias_of_edges(call), dropout=dropout
+        scale=call.kernel_scale,
+        softcap=call.softcap,
+        additive=additive,
+        bias=terms.bias_of_edges(call),
+        dropout=dropout,
     )
     return score
 
 
-def _extras(call: Call) -> tuple[Extras, Tensor | None]:
-    """Return what a call has besides its inputs, and what multiplies the query; see ``_levels``."""
-    factors, q_start = None, call.layout.q_start
+def _extras(call: Call) -> tuple[Extras, Tensor | float | None]:
+    """Return what a call has besides its inputs, and what multiplies the query before tiles.
+
+    That is -1 for a negative scale, and what ``_levels`` says.
+    """
+    q_start = call.layout.q_start
+    factors: Tensor | float | None = -1.0 if _negates(call) else None
     plain: Extras = _kernels().PLAIN
     extras = plain._replace(terms=terms.pack(call), q_start=q_start, work=work_of(call.layout))
     if call.places is not None:
@@ -303,8 +319,8 @@ def _extras(call: Call) -> tuple[Extras, Tensor | None]:
         dropout = Dropout.of(call.dropout_p, call.seed, q_start, extras.places)
         extras = extras._replace(dropout=dropout)
     if call.multilevel is not None:
-        levels, factors = _levels(call, call.multilevel)
-        extras = extras._replace(levels=levels)
+        levels, ranked = _levels(call, call.multilevel)
+        extras, factors = extras._replace(levels=levels), ranked if factors is None else -ranked
     return extras, factors
 
 

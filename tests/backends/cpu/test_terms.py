@@ -109,7 +109,7 @@ class Case:
         leaves = self.leaves(self.inputs[0].dtype)
         inputs, sink, terms = self.split(leaves)
         sizes = Sizes(B, H, self.Q, K, K - self.Q, torch.device("cpu"), torch.float32)
-        parts, codes = make_parts(terms, sizes)
+        parts, codes, _ = make_parts(terms, sizes)
         numbers = (D**-0.5, self.options["softcap"], self.options["dropout_p"])
         parts = name_parts(parts)
         bare = {name: part.detach() for name, part in parts.items()}
@@ -210,7 +210,7 @@ def test_only_needed_gradients_are_returned():
     case = Case(RELATIONS["mixed"], [terms["relative"], terms["pair by head"]])
     whole = case.compute()
     sizes = Sizes(B, H, K, K, 0, torch.device("cpu"), torch.float32)
-    parts, _ = make_parts(case.terms, sizes)
+    parts, *_ = make_parts(case.terms, sizes)
     call = Call(Inputs(*case.inputs, **name_parts(parts)), case.layout, D**-0.5)
     for q, k, v, relative, pair in itertools.product([False, True], repeat=5):
         needs = Needs(q, k, v, relative_bias=relative, pair_bias=pair)

@@ -335,10 +335,10 @@ def test_configuration_that_does_not_fit_falls_back_to_a_smaller_one(monkeypatch
 
 
 def test_numbers():
-    plain, capped = (PLAIN.present(-2.0, softcap) for softcap in (0.0, 4.0))
-    assert plain == Present(negation=True) and capped == Present(softcap=True)
+    plain, capped = (PLAIN.present(softcap) for softcap in (0.0, 4.0))
+    assert plain == Present() and capped == Present(softcap=True)
     assert PLAIN.arguments(-2.0, 4.0)["inner"] == -0.5
-    for scale in (0.0, -2.0, 1e-45, 1e30):
+    for scale in (0.0, -0.0, 2.0, 1e-45, 1e30):
         c = PLAIN.arguments(scale, 0.0)["c"]
         assert c > 0 and least_score(c) < -1 and abs(least_score(c) * c) < 3e38
 

@@ -146,8 +146,8 @@ def test_loops():
                 )
     _, loops = plan((16, 32, 48, 64), True)
     assert [loop.chunks for loop in loops] == [1, 2, 3, 4, 4] and all(x.whole == x.chunks for x in loops[:-1])
-    assert PLAIN.present(1.0, 0.0).loops == PLAIN_LOOPS
-    assert Extras(levels=Levels(None, (16, 32))).present(1.0, 0.0).levels == 2
+    assert PLAIN.present(0.0).loops == PLAIN_LOOPS
+    assert Extras(levels=Levels(None, (16, 32))).present(0.0).levels == 2
 
 
 @not_interpreted

@@ -96,6 +96,26 @@ def check_dropout(p, relation, form, dtype):
 
 
 TERMS = term_cases.make_terms()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("q_start", "slopes", "dtype"),
+    [
+        (7, [1.0, -0.01], torch.float32),
+        (7, [1.0, -0.01], torch.float16),
+        (100_000, [2e-5, -1e-5], torch.float32),
+    ],
+    ids=str,
+)
+def test_slopes(q_start, slopes, dtype):
+    """Distances are computed: of keys on both sides of the queries of a full tile, and of keys far away."""
+    inputs = make_inputs(1, 1, 2, 1, 70, 130, 8, 8, dtype)
+    terms = [ab.ALiBi(torch.tensor(slopes))]
+    found = ab.verify(*inputs, ab.Full(), terms=terms, q_start=q_start, backend="triton")
+    assert found.ok, found
+
+
 EDGES = ab.Where(lambda q, k: (q * 7 + k * 3) % 97 == 0)  # one in a row
 
 
@@ -172,4 +192,5 @@ def test_tiles_and_edges_in_one_layout():
     layout = check_drawn(relation, (1, 1, 1, 200, 200, 8, 8), make_some_terms(1, 200), dropout_p=0.3)
     assert layout.tiles and layout.edges
     bias = torch.randn(200, 200, generator=rng, requires_grad=True)
-    check_drawn(relation, (1, 1, 1, 200, 200, 8, 8), [ab.PairBias(bias), *make_some_terms(1, 200)])
+    terms = [ab.PairBias(bias), *make_some_terms(1, 200)]
+    check_drawn(relation, (1, 1, 1, 200, 200, 8, 8), terms, scale=-0.3)  # tiles take the query negated
