@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases.cuda import FakeCuda
+from cases.fake_cuda import FakeCuda
 
 from attnbias.benchmarks import __main__ as command
 from attnbias.benchmarks.cases import tokens

@@ -18,11 +18,11 @@ places             parts of a problem, computed at their places, compared with t
 compiled           modules with attention, compiled or exported, compared with eager ones
 reads              counts what the host reads from tensors
 interpreter        runs a test file again in Triton's interpreter
+fake_cuda          a stand-in for torch.cuda whose host and device have clocks of their own
 fake_cudnn         a stand-in for NVIDIA's ``cudnn.flex_attention``
 cudnn_programs     compiles what the backend ``cudnn`` would run, as a program of its own
 gpu_programs       small Triton programs for the emulator
 handwritten_ptx    kernels written in PTX by hand, for the emulator
-cuda               a stand-in for torch.cuda whose host and device have clocks of their own
 benchmarks         points of a sweep, as a run records them
 source             the project's source, for test_house
 pyg                graphs and options for comparing the layers with PyG's

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from cases.cuda import FakeCuda
+from cases.fake_cuda import FakeCuda
 
 from attnbias.benchmarks.measure import terminal, timing
 
