@@ -133,7 +133,6 @@ CALLS = {
     "other head size": {"D": 48},
     "softcap": {"softcap": 2.0},
     "other softcap": {"softcap": 3.0},
-    "negative scale": {"scale": -0.125},
     "other scale": {"scale": 0.25},
     "scale 0": {"scale": 0.0},
     "sink": {"sink": SINK},
