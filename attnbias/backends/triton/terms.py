@@ -29,10 +29,10 @@ def pack(call: Call) -> Terms | None:
     from ...kernels.records import Strided
     from ...kernels.tiles.terms import GridPart, PairPart, Terms
 
-    slopes = None if call.slopes is None else call.slopes[..., None]
+    slopes = call.slopes
     return Terms(
         relative=None if relative is None or slopes is not None else Strided(*_by_head(relative), 1),
-        slope=None if slopes is None else Strided(*_by_head(slopes), 1),
+        slope=None if slopes is None else Strided(*_by_head(slopes, is_dense=False), 1),
         key=None if key is None else Strided(*_by_head(key), 1),
         pair=None if pair is None else PairPart(*_by_head(pair, is_dense=False), *pair.stride()[2:]),
         grid=None if grid is None else GridPart(*_by_head(grid), *(x.contiguous() for x in call.codes)),
