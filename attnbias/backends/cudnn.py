@@ -113,7 +113,7 @@ def _why_not_layout(layout: Layout) -> list[str]:
 
 
 class _Kept(NamedTuple):
-    """What a layout keeps for this backend."""
+    """Ranges, plans and programs that a layout keeps for this backend."""
 
     runs: Intervals | None  # None: a row has too many
     plans: dict[Any, Any]

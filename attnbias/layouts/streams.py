@@ -1,4 +1,4 @@
-"""What is kept of a GPU's tensors, and used by other streams and by CUDA graphs than those that made it.
+"""Keep a GPU's tensors safe for streams and CUDA graphs other than those that made them.
 
 A stream does not wait for another one, and a graph holds addresses, not tensors. So whoever takes a tensor
 from a cache waits for the stream that made it. What a graph is captured with is held for good: a cache would

@@ -1,4 +1,4 @@
-"""What failed in the smoke steps, once more with one thing changed: the first that helps names the cause."""
+"""Repeat what failed in the smoke steps with one thing changed: the change that helps names the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host does: microseconds of a call, launches, waits, and the time to make a layout."""
+"""Measure what the host does: microseconds of a call, launches, waits, and the time to make a layout."""
 
 from __future__ import annotations
 

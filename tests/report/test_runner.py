@@ -223,7 +223,7 @@ def test_file_has_no_names_of_hosts_users_or_folders(path, monkeypatch):
     def tell():
         words = (
             "File /home/alice/.venv/lib/torch/nn.py on gpu-box, gpu-box.example.org: ~/x/y.py "
-            r"C:\Users\alice\a.py /tmp/alice-7/b.cubin"
+            r"C:\Users\alice\a.py /var/alice-7/b.cubin"
         )
         return Outcome(Status.WRONG, words, {"deep": ["alice", {"at": "/opt/a/b"}]})
 

@@ -1,4 +1,4 @@
-"""What ``backend`` takes from the kernels in every call: an import statement there costs a microsecond."""
+"""Import what ``backend`` takes from the kernels: an import statement in a call costs a microsecond."""
 
 from ...kernels.edges.columns import edge_columns
 from ...kernels.edges.forward import edge_forward, edges_forward
