@@ -135,12 +135,18 @@ def keep_words(drop, b, h, rows, start, first, j, COLS: tl.constexpr, SPEC: tl.c
     row = (rows + start)[None, :, None]
     h, b = _counted(drop, h, b)
     bits = row * 0 + groups * 0
-    for n in tl.static_range(WIDTH // 4):
-        w0, w1, w2, w3 = _encrypt(drop.seed, first // 4 + groups + n, row, h, b)
-        bits = _add_bit(bits, w0, drop.above, 1 << (4 * n), SPEC)
-        bits = _add_bit(bits, w1, drop.above, 2 << (4 * n), SPEC)
-        bits = _add_bit(bits, w2, drop.above, 4 << (4 * n), SPEC)
-        bits = _add_bit(bits, w3, drop.above, 8 << (4 * n) if n < 7 else -(1 << 31), SPEC)
+    if SPEC.ptx:
+        for n in tl.static_range(WIDTH // 4):
+            w0, w1, w2, w3 = _encrypt(drop.seed, first // 4 + groups + n, row, h, b)
+            bits = _add_bit(bits, w0, drop.above, 1 << (4 * n))
+            bits = _add_bit(bits, w1, drop.above, 2 << (4 * n))
+            bits = _add_bit(bits, w2, drop.above, 4 << (4 * n))
+            bits = _add_bit(bits, w3, drop.above, 8 << (4 * n) if n < 7 else -(1 << 31))
+    else:  # the interpreter's time goes by operations, not by the numbers in them
+        n = tl.arange(0, WIDTH // 4)[:, None, None]
+        words = _encrypt(drop.seed, first // 4 + groups + n, row, h, b)
+        for lane in tl.static_range(4):
+            bits |= (words[lane] > drop.above.to(tl.uint32)).to(tl.int32) << (4 * n + lane)
     # A sum of one number each. Triton cannot infer a layout for it from that of the product; it would repeat
     # all of the above in every thread that reads a word.
     words = tl.sum(bits, 0)
@@ -188,21 +194,17 @@ def _changing(x, j, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _add_bit(bits, word, above, BIT: tl.constexpr, SPEC: tl.constexpr):
+def _add_bit(bits, word, above, BIT: tl.constexpr):
     """Return bits, BIT among them where a word is greater than ``above``."""
-    if SPEC.ptx:
-        y = tl.inline_asm_elementwise(
-            "{.reg .pred p; .reg .b32 t; mov.b32 t, $1; setp.gt.u32 p, $2, $3; @p or.b32 t, t, $4;"
-            "mov.b32 $0, t;}",
-            "=r,r,r,r,r",
-            [bits, word, above, BIT],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        y = tl.where(word > above.to(tl.uint32), bits | BIT, bits)
-    return y
+    return tl.inline_asm_elementwise(
+        "{.reg .pred p; .reg .b32 t; mov.b32 t, $1; setp.gt.u32 p, $2, $3; @p or.b32 t, t, $4;"
+        "mov.b32 $0, t;}",
+        "=r,r,r,r,r",
+        [bits, word, above, BIT],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
