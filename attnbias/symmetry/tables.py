@@ -54,7 +54,7 @@ TABLE_1 = (  # the paper's order, "from the most general to the most specific"
         "dynamic",
         "with graph structure for each instance",
         XYLENE,
-        "the bonds of the eight carbon atoms of xylene",
+        "an instance, the bonds of the eight carbon atoms of xylene",
     ),
     Mechanism(
         "sparse",

@@ -118,7 +118,7 @@ def _levels(attend: Attend, relation: Relation) -> list[str]:
         PerHead([Window(before=0).shift(offset) for offset in (1, 0, -1)]),
         PerHead([Window(before=1, after=1)] * 3),
     ),
-    condition="a head per offset: the weights of one softmax head are positive, so it only takes means",
+    condition="each offset has its own head: the weights of one head are positive, so it only takes means",
 )
 def _convolution(attend: Attend, relation: Relation) -> list[str]:
     tokens = make_tokens()

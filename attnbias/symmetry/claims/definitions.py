@@ -90,7 +90,7 @@ def _graph_layer(attend: Attend, relation: Relation) -> list[str]:
     "token i gets the sum over all j of softmax_j(q_i . k_j / sqrt(d)) v_j",
     relation=Full(),
     wrong=(Causal(), CHAIN, Window(before=TOKENS - 1, after=TOKENS - 2)),
-    condition="d is the size of a head: with several heads it is not that of x",
+    condition="d is the size of a head, which is that of x only if there is one head",
 )
 def _self(attend: Attend, relation: Relation) -> list[str]:
     tokens = make_tokens()
@@ -224,7 +224,7 @@ def _expectation(attend: Attend, relation: Relation) -> list[str]:
 
 @CLAIMS.add(
     "Lemma 1",
-    "relations are masks",
+    "masking",
     "a relation acts as a mask: an unrelated pair has score -inf before the softmax, so its weight is 0 and "
     "its key and value change nothing",
     relation=Causal(),

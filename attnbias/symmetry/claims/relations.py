@@ -49,10 +49,10 @@ def _complete(attend: Attend, relation: Relation) -> list[str]:
     "Theorem 2",
     "relational bias in encoder-decoder attention",
     "with the inputs X before the outputs Y, exactly the pairs Y x X are related: the complete bipartite "
-    "graph, directed from inputs to outputs, the lower left block of the matrix",
+    "graph, directed from inputs to outputs, the lower left block of the matrix. The rows of inputs are "
+    "empty, so Proposition 1 is about those of outputs only",
     relation=Bipartite(MEMORY),
     wrong=(Full(), Causal(), Bipartite(MEMORY - 1), Bipartite(MEMORY).T),
-    condition="the rows of inputs are empty, so Proposition 1 is about those of outputs only",
 )
 def _bipartite(attend: Attend, relation: Relation) -> list[str]:
     n = MEMORY + TOKENS
@@ -95,7 +95,7 @@ def _total_order(attend: Attend, relation: Relation) -> list[str]:
     "itself, at the start min(i, p) + 1 of them; without its loops a directed acyclic graph, not an order",
     relation=Window(before=PREVIOUS),
     wrong=(Causal(), Window(before=PREVIOUS - 1), Window(before=PREVIOUS + 1), Chunks(PREVIOUS + 1)),
-    condition="0 < p < n - 1, or it is an order after all",
+    condition="0 < p < n - 1, for the last part: else it is an order",
 )
 def _window(attend: Attend, relation: Relation) -> list[str]:
     found = assumed(attend, relation)

@@ -142,7 +142,7 @@ def _masked_in_a_circle(attend: Attend, relation: Relation) -> list[str]:
 @CLAIMS.add(
     "Theorem 6",
     _IN_MASKED,
-    "n tokens at positions m, ..., m + n - 1, with nothing related elsewhere, give what they give at "
+    "the tokens at positions m, ..., m + n - 1, with nothing related elsewhere, give what they give at "
     "0, ..., n - 1, borders included, since (i + m, j + m) is related if and only if (i, j) is",
     relation=Causal(),
     wrong=(Chunks(4), Prefix(3), Global([0]) | Window(before=2)),
@@ -193,7 +193,7 @@ def _strided_in_a_circle(attend: Attend, relation: Relation) -> list[str]:
 @CLAIMS.add(
     "Theorem 7",
     _IN_STRIDE,
-    "n tokens at positions m, ..., m + n - 1, with nothing related elsewhere, give what they give at "
+    "the tokens at positions m, ..., m + n - 1, with nothing related elsewhere, give what they give at "
     "0, ..., n - 1, borders included",
     relation=Window(before=PREVIOUS),
     wrong=(Chunks(4), Prefix(3), Global([0]) | Window(before=2)),
@@ -267,7 +267,7 @@ def _subsumes(attend: Attend, relation: Relation) -> list[str]:
     "their queries (equivariant) and do not depend on the order of the inputs (invariant)",
     relation=Bipartite(TOKENS // 2),
     wrong=(Full(), Causal(), Bipartite(TOKENS // 2 - 1), Chunks(TOKENS // 2)),
-    condition="the blocks are not exchanged, even where |X| = |Y|: this keeps the partition and fails",
+    condition="the blocks stay: their exchange, where |X| = |Y|, keeps the partition and does not commute",
 )
 def _blocks(attend: Attend, relation: Relation) -> list[str]:
     half = TOKENS // 2
