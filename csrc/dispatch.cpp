@@ -53,8 +53,12 @@ struct Isas {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (avx512 && has_avx512bf16()) *next++ = {"avx512bf16", &ab_isa_avx512, &ab_pairs_avx512bf16};
+    // Intel's cores multiply pairs at half the rate of AMD's, and then float32 is 1.5 times as fast.
+    const bool pairs = avx512 && has_avx512bf16(), quick = __builtin_cpu_is("amd");
+    const Isa with_pairs = {"avx512bf16", &ab_isa_avx512, &ab_pairs_avx512bf16};
+    if (pairs && quick) *next++ = with_pairs;
     if (avx512) *next++ = {"avx512", &ab_isa_avx512, nullptr};
+    if (pairs && !quick) *next++ = with_pairs;
     if (avx2) *next++ = {"avx2", &ab_isa_avx2, nullptr};
     *next++ = {"baseline", &ab_isa_baseline, nullptr};
 #elif defined(__aarch64__)
