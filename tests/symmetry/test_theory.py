@@ -89,7 +89,8 @@ def printed(query, key, value, relation, **options):
     ("attend", "names"),
     [
         (doubled, ["Proposition 1", "Definition 4", "Definition 5", "Definition 10", "Lemma 1", "Beyond 5"]),
-        (unmasked, [f"Theorem {n}" for n in (2, 3, 4)] + ["Theorem 6, reading 1", "Theorem 7, reading 4"]),
+        (unmasked, [*(f"Theorem {n}" for n in (2, 3, 4, 8)), "Theorem 6, reading 1", "Theorem 7, reading 4"]),
+        (unmasked, ["Section 2.3", "Beyond 2", "Beyond 5"]),
         (leaky, ["Proposition 1", "Theorem 2"]),
         (printed, ["Definition 7", "Definition 8", "Definition 9", "Proposition 1"]),
     ],

@@ -16,6 +16,7 @@ from .measure import (
     MORE,
     SQUARES,
     TOKENS,
+    assumed,
     differences,
     make_tokens,
     on_a_ring,
@@ -42,15 +43,18 @@ def _automorphisms(attend: Attend, relation: Relation) -> list[str]:
 @CLAIMS.add(
     "Beyond 2",
     "no others",
-    "no other permutation commutes with it",
+    "no other permutation commutes with it: one that does maps the pairs of weights that are not 0 to "
+    "themselves",
     relation=SQUARES,
     wrong=(Full(), Empty(), Window(before=0)),
     condition="the tokens are in general position: equal tokens can always be exchanged",
 )
 def _no_others(attend: Attend, relation: Relation) -> list[str]:
+    order = automorphisms(assumed(attend, relation), TOKENS).order  # of all permutations that commute
+    faults = [f"{order} permutations commute"] if order != automorphisms(SQUARES, TOKENS).order else []
     table = SQUARES.dense(TOKENS, TOKENS)
     others = [p for p in [*swaps(), rotation()] if not torch.equal(table[p][:, p], table)]
-    return symmetry_faults(attend, relation, broken=others)
+    return faults + symmetry_faults(attend, relation, broken=others)
 
 
 @CLAIMS.add(

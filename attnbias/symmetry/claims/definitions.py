@@ -36,13 +36,13 @@ Neighbours = Callable[[int], Iterable[int]]
 
 
 def _defined(tokens: Tokens, neighbours: Neighbours) -> Tensor:
-    """Compute sum_j alpha(x_i, x_j) v(x_j) token by token, with a softmax over the neighbours j of i."""
+    """Compute sum_j alpha(x_i, x_j) v(x_j) for each token, with a softmax over its neighbours j, if any."""
     q, k, v = (x[0, 0].double() for x in tokens)
     rows = []
     for i in range(len(q)):
         near = list(neighbours(i))
         strength = torch.exp(k[near] @ q[i] / q.shape[-1] ** 0.5)
-        rows.append(strength @ v[near] / strength.sum())
+        rows.append(strength @ v[near] / strength.sum() if near else torch.zeros_like(v[0]))
     return torch.stack(rows)[None, None]
 
 
@@ -167,17 +167,18 @@ def _graph(attend: Attend, relation: Relation) -> list[str]:
 def _most_general(attend: Attend, relation: Relation) -> list[str]:
     tokens = make_tokens()
     faults = []
-    pairs = {
-        Full(): [(i, j) for i in range(TOKENS) for j in range(TOKENS)],
-        Causal(): [(i, j) for i in range(TOKENS) for j in range(i + 1)],
-        Bipartite(MEMORY): [(i, j) for i in range(MEMORY, TOKENS) for j in range(MEMORY)],
-        relation: [(i, j) for i in range(TOKENS) for j in range(max(0, i - PREVIOUS), i + 1)],
+    neighbours: dict[Relation, Neighbours] = {
+        Full(): lambda i: range(TOKENS),
+        Causal(): lambda i: range(i + 1),
+        Bipartite(MEMORY): lambda i: range(MEMORY if i >= MEMORY else 0),
+        relation: lambda i: range(max(0, i - PREVIOUS), i + 1),
     }
-    for mechanism, edges in pairs.items():
-        query, key = torch.tensor(edges).T
-        graph = Graph(torch.stack((key, query)), num_nodes=TOKENS)
-        by_graph = attend(*tokens, graph)
-        faults += compare(f"{mechanism!r}", tokens, attend(*tokens, mechanism), by_graph, graph)
+    for mechanism, near in neighbours.items():
+        edges = [(j, i) for i in range(TOKENS) for j in near(i)]
+        graph = Graph(torch.tensor(edges).T, num_nodes=TOKENS)
+        truth = _defined(tokens, near)
+        faults += compare(f"{mechanism!r}", tokens, attend(*tokens, mechanism), truth, graph)
+        faults += compare(f"the graph of {mechanism!r}", tokens, attend(*tokens, graph), truth, graph)
     return faults
 
 
