@@ -88,7 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--small", action="store_true", help="small random problems, for TRITON_INTERPRET=1")
     verify.add_argument("--long", action="store_true", help="check some rows of 65,536 tokens instead")
     commands.add_parser("info", help="print versions and devices, and why each backend can or cannot run")
-    commands.add_parser("theory", help="print the symmetries of each mechanism, and check the claims on them")
+    theory = commands.add_parser(
+        "theory", help="check the paper's definitions and theorems on every backend; print its tables"
+    )
+    theory.add_argument("--json", action="store_true", help="print all of it as JSON instead")
+    theory.add_argument("--figure", metavar="FILE", help="also draw Figures 1 to 4 of the paper to this file")
     _add_gpu(
         commands.add_parser("report", help="check and time all of a GPU: one file, 60 lines to paste"),
         commands.add_parser("tune", help="measure configurations of the GPU kernels, and keep the fastest"),
@@ -264,11 +268,18 @@ def _info(given: argparse.Namespace) -> int:
 
 
 def _theory(given: argparse.Namespace) -> int:
-    from .symmetry.theory import report
+    from .symmetry import figures, theory
 
-    text, held = report()
-    print(text)
-    return 0 if held else 1
+    if given.figure:
+        figures.draw(given.figure)
+    found = theory.examine()
+    if given.json:
+        print(json.dumps(found.as_dict()))
+    else:
+        print(found)
+        if given.figure:
+            print(f"wrote {given.figure}")
+    return 0 if found.holds else 1
 
 
 if __name__ == "__main__":

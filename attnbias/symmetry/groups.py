@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import as_count, as_indices
+from ..op import dispatch
 from ..relations import Relation
 
 Partition = tuple[tuple[int, ...], ...]
@@ -219,7 +220,9 @@ def equivariance(
     if not torch.equal(order.sort().values, torch.arange(n)):
         raise ValueError(f"permutation: wanted each of 0..{n - 1} once, got {order.tolist()}")
     rng = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
+    # No kernel takes float64. To name the reference is to be spared the warning about a slow backend.
+    backend = "reference" if dtype == torch.float64 else None
+    with torch.no_grad(), dispatch.use_backend(dispatch.asked_for(None) or backend):
         if isinstance(layer_or_op, nn.Module):
             width = getattr(layer_or_op, "d_model", size)
             x = torch.randn(n, width, generator=rng, dtype=torch.float64).to(dtype)

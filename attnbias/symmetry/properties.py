@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
+import torch
 
-from ..relations import Relation
+from ..relations import Dense, Relation
 from ..sets.intervals import Intervals, Ints
 
 
@@ -160,3 +161,24 @@ def is_translation_invariant(relation: Relation, n: int) -> bool:
     late = (row > 0) & (key > 0)
     same: bool = np.array_equal(row[early] * n + key[early], (row[late] - 1) * n + key[late] - 1)
     return same
+
+
+def closure(relation: Relation, n: int) -> Dense:
+    """Return the reflexive, transitive closure among n tokens: who is reached along any number of pairs."""
+    row, key = _pairs(relation, n, n)
+    reached = np.eye(n, dtype=bool)
+    reached[row, key] = True
+    for token in range(n):  # Warshall: paths through this token and those before it
+        reached |= reached[:, token : token + 1] & reached[token]
+    return Dense(torch.from_numpy(reached))
+
+
+def has_only_translations(relation: Relation, n: int) -> bool:
+    """Return whether the symmetries of the relation, continued to all integers, are exactly the translations.
+
+    They are symmetries if it depends on q - k only. There are no others if its closure is a total order of
+    any consecutive tokens: a symmetry keeps the closure, so it maps n consecutive tokens to n consecutive
+    tokens in their order. Both are decided on n tokens; a relation that reaches further is not told apart.
+    """
+    order = properties(closure(relation, n), n)
+    return order.total_order and is_translation_invariant(relation, n)

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 import attnbias as ab
 from attnbias.nn import GraphAttention, MaskedAttention, RelationalAttention, SelfAttention
+from attnbias.op import dispatch
 from attnbias.symmetry import automorphisms, equivariance, hierarchy, is_translation_invariant, properties
+from attnbias.symmetry.inclusion import families
+from attnbias.symmetry.properties import closure, has_only_translations
 from attnbias.testing import random_relation
 
 N = 7
@@ -218,6 +221,32 @@ def test_translation_invariance_is_not_a_flag():
     assert is_translation_invariant(chain, 4) and not is_translation_invariant(broken, 4)
 
 
+@pytest.mark.parametrize("name", [name for name in RELATIONS if name not in ("heads", "batches")])
+def test_closure_is_who_is_reached_in_any_number_of_steps(name):
+    n = RELATIONS[name].lengths[0] or N
+    step = RELATIONS[name].dense(n, n).double() + torch.eye(n)
+    assert torch.equal(closure(RELATIONS[name], n).dense(n, n), torch.linalg.matrix_power(step, n) > 0)
+
+
+@pytest.mark.parametrize(
+    ("relation", "only"),
+    [
+        (ab.Causal(), True),
+        (ab.Causal().T, True),
+        (ab.Window(before=1), True),
+        (ab.Window(before=3) - ab.Window(before=0), True),  # its closure has the loops
+        (ab.Window(before=0), False),  # any permutation
+        (ab.Full(), False),
+        (ab.Dilated(2, before=3), False),  # even and odd integers move on their own
+        (ab.Window(before=1, after=1), False),  # a reflection
+        (ab.Chunks(4), False),
+        (ab.Causal() | ab.Prefix(3), False),
+    ],
+)
+def test_symmetries_of_the_integers(relation, only):
+    assert has_only_translations(relation, 8) == only
+
+
 # -- inclusion --------------------------------------------------------------------------------------
 
 
@@ -282,6 +311,20 @@ def test_hierarchy_of_the_mechanisms():
     assert str(order).splitlines()[1] == "masked = strided 7  <  self"
 
 
+def test_mechanisms_are_ordered_by_what_they_can_relate():
+    order = families()
+    names = [name for each in order.classes for name in each]
+    below = {(order.classes[a][0], order.classes[b][0]) for a, b in order.covers}
+    assert names == ["graph", "sparse", "strided", "encoder-decoder", "self", "masked"]
+    assert below == {
+        ("sparse", "graph"),
+        ("strided", "sparse"),
+        ("encoder-decoder", "sparse"),
+        ("self", "sparse"),
+        ("masked", "strided"),  # Corollary 1
+    }
+
+
 # -- equivariance -----------------------------------------------------------------------------------
 
 
@@ -300,3 +343,12 @@ def test_equivariance_of_layers_and_of_the_op():
 def test_a_permutation_is_checked():
     with pytest.raises(ValueError, match=r"permutation: wanted each of 0..2 once, got \[0, 0, 1\]"):
         equivariance(SelfAttention(8), ab.Full(), [0, 0, 1])
+
+
+def test_equivariance_spares_the_warning_of_slow_backends(recwarn, monkeypatch):
+    """It measures in float64, which no kernel takes, and warned of a slow backend."""
+    monkeypatch.setattr(dispatch, "_warned", set())
+    assert float(equivariance(SelfAttention(8).double(), ab.Full(), [1, 0, 2]).max()) < 1e-12
+    assert not dispatch._warned and not recwarn.list
+    with ab.use_backend("rows"):
+        assert float(equivariance(ab.attention, ab.Causal(), [1, 0, 2]).max()) > 1e-3
