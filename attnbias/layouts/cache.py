@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,20 +87,23 @@ def cached_layout(
 ) -> Layout:
     """See :meth:`Relation.layout`."""
     device = with_index(device)
-    build = partial(
-        Layout.build,
-        relation,
-        q_len,
-        k_len,
-        q_start=q_start,
-        device=device,
-        form=form,
-        batch=batch,
-        heads=heads,
-        score=score,
-    )
+
+    def build() -> Layout:
+        return Layout.build(
+            relation,
+            q_len,
+            k_len,
+            q_start=q_start,
+            device=device,
+            form=form,
+            batch=batch,
+            heads=heads,
+            score=score,
+            capacity=capacity,
+        )
+
     if capacity is not None:  # whether it fits is known later
-        return build(capacity=capacity)
+        return build()
     key: Key = (q_len, k_len, q_start, device, form, batch, heads, score)
     own: dict[Key, Layout] | None = None
     if relation.is_small:

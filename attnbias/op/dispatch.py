@@ -74,6 +74,8 @@ IN_PLACE: dict[str, InPlace] = {"sdpa": sdpa, "reference": reference}
 # The first that can is taken. By default sdpa steps back off CUDA and where torch has no fused kernel, and
 # cudnn everywhere.
 ORDER = ("sdpa", "triton", "cudnn", "cpu", "rows", "reference")
+# The same choice for tensors on a CPU, made sooner: to ask those for CUDA takes 2 us.
+CPU_ORDER = ("sdpa", "cpu", "triton", "cudnn", "rows", "reference")
 RESERVED: dict[str, Reserved] = {"sdpa": sdpa, "cudnn": cudnn}
 BACKENDS: dict[str, InOp | InPlace] = {
     name: found for name in ORDER if (found := IN_OP.get(name) or IN_PLACE.get(name)) is not None
@@ -187,7 +189,7 @@ def choose(problem: Problem, name: str | None, among: Mapping[str, object] | Non
             raise NotImplementedError(f"backend {name!r} cannot run this: {'; '.join(reasons)}")
         return name
     refused: dict[str, list[str]] = {}
-    for candidate in BACKENDS:
+    for candidate in CPU_ORDER if problem.query.device.type == "cpu" else ORDER:
         if among is None or candidate in among:
             reasons = refusals(problem, candidate)
             if not reasons:

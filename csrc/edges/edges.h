@@ -13,8 +13,6 @@ namespace AB_ISA::edges {
 // large strides would leave most of a cache unused.
 constexpr int64_t WAVE_BYTES = 4 << 20, NODE_WAVE_BYTES = 32 << 20;
 
-AB_INLINE bool by_node(const ab_call &call) { return call.k.head < call.k.row; }
-
 constexpr int64_t NEAR_BYTES = 1 << 20;  // of gathered rows, which a second cache holds
 
 // Whether an edge of row i leads to a row that was not read lately: one outside a band about the diagonal

@@ -9,6 +9,7 @@ namespace AB_ISA::edges {
 constexpr int64_t CHUNK = 256;  // scores that wait in a buffer between the passes over a row's edges
 constexpr int64_t BATCH = 64;   // rows whose scores share the buffer, at most
 constexpr int64_t ROWS_AHEAD = 256, EDGES_AHEAD = 32;  // from a prefetch to its use
+constexpr int64_t OWN_AHEAD = 8;                       // the same for the row in work
 constexpr int64_t MOST = AB_LARGEST;                   // the largest D and E
 constexpr int SUMMED = 8;                              // vectors of a gathered sum that stay in registers
 
@@ -211,6 +212,13 @@ template <class T>
 AB_INLINE void prefetch(const HeadRows<const T> &rows, int64_t i) {
   const char *p = (const char *)rows[i];
   for (int64_t c = 0; c < rows.size * (int64_t)sizeof(T); c += 64) __builtin_prefetch(p + c, 0, 2);
+}
+
+// The same to write the row, if it is wanted.
+template <class T>
+AB_INLINE void prefetch(const HeadRows<T> &rows, int64_t i) {
+  const char *p = (const char *)rows.row_or_null(i);
+  for (int64_t c = 0; p && c < rows.size * (int64_t)sizeof(T); c += 64) __builtin_prefetch(p + c, 1, 2);
 }
 
 // y = alpha * before + sum_j w[j] * rows[row[j]], for N vectors; several sets of sums where one would

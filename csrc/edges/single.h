@@ -42,6 +42,9 @@ AB_INLINE F lse_of(F m, F l) {  // ln_of() makes a number of NaN
 }
 AB_INLINE float inverse_or_0(float l) { return l > 0.0f ? 1.0f / l : 0.0f; }
 
+// Whether the heads of a node lie together.
+AB_INLINE bool by_node(const ab_call &call) { return call.k.head < call.k.row; }
+
 template <class T>
 struct Single {
   HeadRows<const T> q, k, v, o, dout;
@@ -103,6 +106,13 @@ struct Single {
       if (dk.data) prefetch(q, query);
       if (dv.data) prefetch(dout, query);
     });
+  }
+
+  // Fetch what row i + OWN_AHEAD of `rows` reads and writes itself. The machine foresees that unless rows
+  // of other heads lie between those of one head.
+  template <class... Rows>
+  inline AB_LAMBDA void fetch_own(int64_t i, int64_t rows, const Rows &...each) const {
+    if (by_node(call) && i + OWN_AHEAD < rows) (prefetch(each, i + OWN_AHEAD), ...);
   }
 
   template <class Body>
@@ -229,6 +239,7 @@ struct Single {
     const int64_t first = ptr[row], total = ptr[end] - first;
     for (int64_t i = row; i < end; i++) {
       const int64_t n = ptr[i + 1] - ptr[i];
+      fetch_own(i, call.Q, q, out);
       fetch_keys(i, ptr[i], n);
       dots(widen_row(q[i], q.size, wide), k, layout.edge_key + ptr[i], n, s + (ptr[i] - first));
     }
@@ -371,6 +382,7 @@ struct Single {
     for (int64_t i = row; i < end; i++) {
       const int64_t at = ptr[i] - first, n = ptr[i + 1] - ptr[i];
       float both[2];
+      fetch_own(i, call.Q, q, dout, o, dq);
       fetch_keys(i, ptr[i], n);
       dots(widen_row(q[i], q.size, wide), k, key + at, n, s + at);
       dots(widen_row(dout[i], dout.size, wide), v, key + at, n, d + at, o[i]);
@@ -426,6 +438,7 @@ struct Single {
               RunningSum keys, RunningSum values) const {
     alignas(64) float s[CHUNK + VL], d[CHUNK + VL], wide_k[MOST + VL], wide_v[MOST + VL];
     const float *x = nullptr, *y = nullptr;
+    fetch_own(j, call.K, dk, dv);
     if (!hand) {
       x = widen_row(k[j], k.size, wide_k);
       y = widen_row(v[j], v.size, wide_v);

@@ -13,14 +13,19 @@ namespace AB_ISA::few {
 
 using namespace tiles;  // score terms
 
-constexpr int64_t FEW = VL;            // queries at most; for more, panels of lanes are faster
-constexpr int64_t MOST_KEYS = 128;     // of a tile
-constexpr int64_t CHUNK_KEYS = 2048;   // of a work item, or a few more
-constexpr int64_t AHEAD = 96;          // rows from a prefetch to its use
-constexpr int TREE = VL < 8 ? 8 : VL;  // products that one tree adds up across lanes
+constexpr int64_t FEW = VL;                   // queries at most; for more, panels of lanes are faster,
+constexpr int64_t FEW_OF_LONG = VL + VL / 2;  // but with this many keys only for more than these: they
+constexpr int64_t LONG_KEYS = 1024;           // come from memory, and panels would wait for each
+constexpr int64_t MOST_KEYS = 128;            // of a tile
+constexpr int64_t CHUNK_KEYS = 2048;          // of a work item, or a few more
+constexpr int64_t AHEAD = 96;                 // rows from a prefetch to its use
+constexpr int TREE = VL < 8 ? 8 : VL;         // products that one tree adds up across lanes
 
 // Whether a call is for these kernels, which have no multi-level scores.
-AB_INLINE bool takes(const ab_call &call) { return call.Q <= FEW && call.layout.classes == 2; }
+AB_INLINE bool takes(const ab_call &call) {
+  const bool is_long = call.K >= LONG_KEYS && call.q.dtype != AB_BFLOAT16;  // pairs of those are quicker
+  return call.Q <= (is_long ? FEW_OF_LONG : FEW) && call.layout.classes == 2;
+}
 
 // How many parts the keys are cut into; depends on the shape only.
 AB_INLINE int64_t chunks_of(const ab_call &call) { return max64(1, call.K / CHUNK_KEYS); }

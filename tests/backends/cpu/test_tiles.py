@@ -148,6 +148,16 @@ def test_few_queries_whose_heads_differ(Q):
             check(make_call(relation, (2, 4, 2, Q, 150, 16, 16), scale=scale))
 
 
+@pytest.mark.parametrize("Q", [5, 6, 7, 12, 13, 24, 25])
+@pytest.mark.parametrize("relation", ["causal", "scattered"])
+def test_more_queries_of_many_keys(relation, Q):
+    """With many keys up to one and a half vectors of queries run on the kernels for few."""
+    for dtype in (torch.float32, torch.float16):
+        q, k, v = make_inputs(Q, 1, 4, 2, Q, 1030, 24, 20, dtype)
+        layout = ab.Layout.build(RELATIONS[relation], Q, 1030, form="tiles", q_start="end")
+        check(Call(Inputs(q, k, v), layout, 24**-0.5))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_few_queries_against_many_keys(dtype):
     """Keys are split into parts whose sums are merged, with the same bits for any number of threads."""
