@@ -253,6 +253,7 @@ def test_user_without_a_name_is_accepted(monkeypatch):
         (b"no gzip", "gpu.json.gz: it cannot be read; start anew with --fresh"),
         (gzip.compress(b'{"version": 0}'), "gpu.json.gz: it is of another version; start anew with --fresh"),
     ],
+    ids=["no gzip", "old version"],  # compressed bytes hold the clock, and workers must agree on names
 )
 def test_unreadable_file_is_one_sentence(path, kept, words):
     path.parent.mkdir()
