@@ -21,7 +21,7 @@ from ..measure import terminal
 from ..measure.race import MATMUL, race, steps
 from ..measure.timing import Spread, interleave, one_thread, sample
 from . import density, graphs, level_costs, pairs, term_costs
-from .lines import Line, at_least, at_most
+from .lines import BUDGET, Line, at_least, at_most, summary
 
 
 class Row(NamedTuple):
@@ -123,7 +123,8 @@ def measure(rows: list[Row], rounds: int) -> Iterator[tuple[Row, Spread]]:
             if not wanted:
                 continue
             terminal.progress(f"{name}, {'forward and backward' if backward else 'forward'}")
-            result = race(case, [row.peer for row in wanted], backward=backward, rounds=rounds)
+            peers = [row.peer for row in wanted]
+            result = race(case, peers, backward=backward, rounds=rounds, budget=BUDGET)
             for row in wanted:
                 if row.peer in result.refused:
                     raise RuntimeError(f"{row.peer}, {name}: {result.refused[row.peer]}")
@@ -197,6 +198,5 @@ def run(rounds: int, wanted: str) -> int:
         ["case", "pass", "peer", "floor", "goal", "peer / attnbias", ""],
         [cells for cells, _ in found],
     )
-    failed = sum(not held for _, held in found)
-    print(f"{len(found) - failed} held, {failed} below floor")
-    return 1 if failed else 0
+    print(summary(found))
+    return 0 if all(held for _, held in found) else 1

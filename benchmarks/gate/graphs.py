@@ -16,7 +16,7 @@ from ..cases.stored import MissingGraphError
 from ..measure import graph_memory, terminal
 from ..measure.race import OURS, Result, race, steps
 from ..measure.timing import Spread, interleave
-from .lines import Line, at_least, at_most
+from .lines import BUDGET, Line, at_least, at_most
 
 
 class Floor(NamedTuple):
@@ -61,7 +61,8 @@ def lines(rounds: int, wanted: str) -> Iterator[Line]:
             terminal.progress(f"{name}, {'forward and backward' if backward else 'forward'}")
             peers = ["PyG"] if backward else ["PyG", "torch.sparse"]
             results = {
-                shape: race(case, peers, backward=backward, rounds=rounds) for shape, case in cases.items()
+                shape: race(case, peers, backward=backward, rounds=rounds, budget=BUDGET)
+                for shape, case in cases.items()
             }
             yield from (_worst(name, peer, results) for peer in peers)
     if asked("layout"):

@@ -7,6 +7,9 @@ from ..measure.timing import Spread
 
 Line = tuple[list[str], bool]  # cells of the table, and whether the floor held
 
+# Seconds of samples of a case, unless two rounds take longer: slow peers took most of the gate's time.
+BUDGET = 2.0
+
 
 def at_least(case: str, what: str, peer: str, floor: float, ratio: Spread, goal: float = 0.0) -> Line:
     """Compare a peer's time over ours with a floor and a goal; 0 means none."""
@@ -23,3 +26,10 @@ def at_most(case: str, what: str, limit: float, measured: Spread) -> Line:
     held = measured.median <= limit
     verdict = "ok" if held else "above limit"
     return [case, what, "", f"<= {limit:g}", "", terminal.ratio(measured), verdict], held
+
+
+def summary(lines: list[Line]) -> str:
+    """Count the lines that held, and name each that did not."""
+    failed = [cells for cells, held in lines if not held]
+    named = [f"  {', '.join(filter(None, cells[:3]))}: {cells[5]}, wanted {cells[3]}" for cells in failed]
+    return "\n".join([f"{len(lines) - len(failed)} held, {len(failed)} below floor", *named])

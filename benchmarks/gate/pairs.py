@@ -17,7 +17,7 @@ from ..cases.tokens import Case, Sizes, causal, full, window
 from ..measure import terminal
 from ..measure.race import race, steps
 from ..measure.timing import Spread, interleave
-from .lines import Line, at_least
+from .lines import BUDGET, Line, at_least
 
 LEVEL = "avx512bf16"
 FLOAT32 = "float32"  # our own kernels as the peer
@@ -52,7 +52,7 @@ def lines(rounds: int) -> Iterator[Line]:
         title = f"bfloat16 {case.name}@{case.tokens}, D={case.size}"
         terminal.progress(f"{title}, {what}")
         others = [name for name in peers if name != FLOAT32]
-        ratios = race(case, others, backward=backward, rounds=rounds).ratios if others else {}
+        ratios = race(case, others, backward=backward, rounds=rounds, budget=BUDGET).ratios if others else {}
         ratios = {FLOAT32: over_float32(case, rounds, backward=backward), **ratios}
         for peer, (floor, goal) in peers.items():
             yield at_least(title, what, peer, floor, ratios[peer], goal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -110,6 +111,7 @@ def race(
     timer: Timer = CPU,
     square: int = MATMUL_SIZE,
     with_memory: bool = False,
+    budget: float = math.inf,
 ) -> Result:
     """Time a case and the named peers.
 
@@ -122,6 +124,7 @@ def race(
         timer: the clock.
         square: rows of the matrices.
         with_memory: also measure the memory of one call of each.
+        budget: seconds of samples after which no further round begins, see :func:`~.timing.alternate`.
 
     Raises:
         AssertionError: if the results are wrong; wrong results are not timed.
@@ -155,7 +158,7 @@ def race(
         refused[known[number]] = f"{FAILED}: {words_of(error)}"
         _recover(case)
 
-    timed = dict(zip(known, alternate(list(functions.values()), rounds, timer, fail), strict=True))
+    timed = dict(zip(known, alternate(list(functions.values()), rounds, timer, fail, budget), strict=True))
     sizes = {}
     for number, (name, step) in enumerate(functions.items()):
         if with_memory and name != MATMUL and name not in refused:

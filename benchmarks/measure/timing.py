@@ -7,6 +7,7 @@ calls and calls.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ GPU_WARM_UP = 3  # calls: the first compiles, the next ones let caches settle
 WAIT = 4_000_000  # cycles, about 2 ms: Python gets ahead of a GPU that waits
 EAGER_CALLS, EAGER_SECONDS = 50, 0.1  # of one sample: the fewer of both
 SETTLED = 0.2  # seconds of products after compiling, in which clocks fell
+LEAST_ROUNDS = 2  # whatever the budget
 
 
 class Spread(NamedTuple):
@@ -271,6 +273,7 @@ def alternate(
     rounds: int,
     timer: Timer = CPU,
     on_error: Callable[[int, Exception], None] | None = None,
+    budget: float = math.inf,
 ) -> list[Samples]:
     """Sample each function once per round, so that a slow spell of the machine affects all equally.
 
@@ -280,6 +283,8 @@ def alternate(
         timer: the clock.
         on_error: takes the number and the exception of a function that raises, which is not called again;
             without it the exception is passed on.
+        budget: seconds of all samples after which no further round begins. A sample that fills it is a mean
+            over much work and moves little.
     """
     ready: dict[int, Ready] = {}
     samples = [Samples([], []) for _ in functions]
@@ -305,7 +310,10 @@ def alternate(
     for number in range(len(functions)):
         attempt(number, partial(warm_up, number))
     timer.settle()
-    for _ in range(rounds):
+    start = time.perf_counter()
+    for done in range(rounds):
+        if done >= LEAST_ROUNDS and time.perf_counter() - start > budget:
+            break
         for number in list(ready):
             attempt(number, partial(sample, number))
     return samples

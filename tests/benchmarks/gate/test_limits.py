@@ -9,8 +9,9 @@ import torch
 from cases.benchmarks import point
 
 from attnbias.benchmarks.cases import tokens
-from attnbias.benchmarks.gate import density, level_costs, pairs
-from attnbias.benchmarks.measure import timing
+from attnbias.benchmarks.gate import density, level_costs, lines, pairs
+from attnbias.benchmarks.measure import terminal, timing
+from attnbias.benchmarks.measure.timing import Spread
 
 
 def test_density_gate_finds_slow_points(monkeypatch):
@@ -62,3 +63,17 @@ def test_bfloat16_is_timed_over_float32_of_the_same_case(monkeypatch):
     monkeypatch.setattr(pairs, "interleave", lambda functions, rounds: [[3.0, 6.0], [2.0, 4.0]])
     ratio = pairs.over_float32(tokens.causal(64, dtype=torch.bfloat16), 2, backward=True)
     assert drawn == [torch.float32, torch.bfloat16] and ratio == (1.5, 1.5, 1.5)
+
+
+def test_summary_names_what_is_below_its_floor():
+    slow, ok = Spread(0.9, 0.8, 1.0), Spread(2.0, 1.9, 2.1)
+    found = [
+        lines.at_least("causal@2048", "forward", "SDPA", 1.25, slow, 1.6),
+        lines.at_least("full@2048", "forward", "SDPA", 1.05, ok),
+        lines.at_most("time per token", "forward", 1.15, ok),
+    ]
+    assert lines.summary(found).splitlines() == [
+        "1 held, 2 below floor",
+        f"  causal@2048, forward, SDPA: {terminal.ratio(slow)}, wanted 1.25",
+        f"  time per token, forward: {terminal.ratio(ok)}, wanted <= 1.15",
+    ]

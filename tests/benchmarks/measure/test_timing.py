@@ -64,6 +64,14 @@ def test_a_cpu_has_one_time():
     assert len(found.device) == 2 and found.eager == [] and found.note == ""
 
 
+def test_no_round_begins_after_the_budget_is_spent(monkeypatch):
+    clock = itertools.count(step=10)  # each look takes ten seconds
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    for budget, rounds in ((5, 2), (15, 3), (1e9, 6)):
+        (found,) = timing.alternate([lambda: None], 6, budget=budget)
+        assert len(found.device) == rounds
+
+
 def test_peak_bytes_counts_what_is_held_at_once():
     x = torch.zeros(1000)
 
