@@ -1,9 +1,10 @@
 """Layers: thin ones over ``attnbias.attention``, with projections and parameters.
 
 Modules: ``relational`` (the layer that all mechanisms are made of), ``mechanisms`` (one class per mechanism),
-``multihead`` (a drop-in for ``torch.nn.MultiheadAttention``), ``structured`` (structured scores), ``rotary``
-(rotary positions), ``block`` (a transformer block). A new mechanism is a subclass of ``RelationalAttention``
-that fixes its relation; export it here.
+``appendix`` (the listings of the paper that names them; import it by name), ``multihead`` (a drop-in for
+``torch.nn.MultiheadAttention``), ``structured`` (structured scores), ``rotary`` (rotary positions), ``block`` (a
+transformer block). A new mechanism is a subclass of ``RelationalAttention`` that fixes its relation; export it
+here.
 """
 
 from .block import Block

@@ -3,7 +3,8 @@
 Each is ``RelationalAttention`` with a fixed relation, and takes its other arguments. With one head it
 computes what the paper's appendix does, with three differences: ``StridedAttention`` counts previous tokens
 as Definition 8 does (the appendix's ``stride=s`` is ``p = s - 1``); a token without neighbours gets zeros,
-not the mean of all tokens; a score outside the relation is -inf, not -1e9.
+not the mean of all tokens; a score outside the relation is -inf, not -1e9. The appendix's own classes
+are in ``attnbias.nn.appendix``.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ class GraphAttention(RelationalAttention):
 
         Args:
             x: nodes, [n, d_model] or [B, n, d_model].
-            relation: a Graph; for a 0/1 adjacency matrix (row = query) pass ``Dense(matrix != 0)``. None uses
-                the relation that the layer was made with.
+            relation: a Graph; of an adjacency matrix (row = query) it is ``Graph.from_adjacency(matrix)``.
+                None uses the relation that the layer was made with.
             terms: score terms, such as an ``EdgeBias``.
             return_weights: also return the weights, as a dense matrix; for large graphs use ``edge_weights``.
             mesh: as in the base class.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..arguments import as_flag
 from ..attention import attention
 from ..layouts.layout import Layout
+from ..op.problem import describe
 from ..op.weights import attention_weights
 from ..relations import Full, Relation
 from ..relations.relation import resolve_start
@@ -208,7 +209,7 @@ def make_shard(relation: object, mesh: object, length: object, q_start: int | Li
 def check_relation(relation: Relation, heads: int) -> Relation:
     """Return a relation that fits a number of heads, or raise."""
     if not isinstance(relation, Relation):
-        raise TypeError(f"relation: wanted a relation or None, got {type(relation).__name__} {relation!r}")
+        raise TypeError(f"relation: wanted a relation or None, got {describe(relation)}")
     if relation.head_count not in (None, 1, heads):
         name = type(relation).__name__
         raise ValueError(f"relation: wanted one for {heads} heads, got a {name} for {relation.head_count}")

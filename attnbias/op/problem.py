@@ -175,7 +175,9 @@ class Problem:
         elif isinstance(relation, Layout):
             self.layout = relation
         else:
-            raise TypeError(_not_a_relation(relation))
+            raise TypeError(
+                f"relation: wanted a Relation, a Layout or None (= Full), got {describe(relation)}"
+            )
         self.form = self._find_form()
         if not is_compiling:
             self._fit()
@@ -441,25 +443,38 @@ def _wrong_number(name: str, wanted: str, got: object) -> TypeError | ValueError
     return TypeError(f"{name}: wanted {wanted}, got {_kind(got)}")
 
 
-def _not_a_relation(got: Any) -> str:
-    wanted = "relation: wanted a Relation, a Layout or None (= Full)"
-    if isinstance(got, Tensor) and got.dtype in (torch.int64, torch.int32):
-        return (
-            f"{wanted}, got a tensor {_shape(got)} of integers; for edges use ab.Graph(edge_index, num_nodes)"
-        )
+def describe(got: Any) -> str:
+    """Name what was given for a relation, and what makes a relation of it."""
     if isinstance(got, Tensor):
-        return f"{wanted}, got a tensor {_shape(got)}; for a boolean mask use ab.Dense(mask)"
+        return f"a tensor {_shape(got)}{_advise(got)}"
     if hasattr(got, "edge_index"):
-        return f"{wanted}, got {type(got).__name__}, which has edges; use ab.Graph(data)"
+        return f"{type(got).__name__}, which has edges; use ab.Graph(data)"
     if hasattr(got, "attend_sharded"):
-        return f"{wanted}, got a {type(got).__name__}; only attention runs on several processes"
+        return f"a {type(got).__name__}; only attention runs on several processes"
     if type(got).__name__ == "BlockMask":
-        return f"{wanted}, got a BlockMask; use attnbias.integrations.flex.from_block_mask(mask)"
+        return "a BlockMask; use attnbias.integrations.flex.from_block_mask(mask)"
     if isinstance(got, type) and issubclass(got, Relation):
-        return f"{wanted}, got the class {got.__name__}; make a value of it, {got.__name__}(...)"
+        return f"the class {got.__name__}; make a value of it, {got.__name__}(...)"
     if callable(got):
-        return f"{wanted}, got a function; for a predicate or a mask_mod use ab.Where(function)"
-    return f"{wanted}, got {_kind(got)}"
+        return "a function; for a predicate or a mask_mod use ab.Where(function)"
+    return _kind(got)
+
+
+def _advise(got: Tensor) -> str:
+    """Return what to make of a tensor: an adjacency matrix is square, a mask boolean, edges are integers."""
+    if got.is_nested:
+        return "; for a boolean mask use ab.Dense(mask)"
+    if got.is_sparse or got.layout != torch.strided:
+        return "; for a sparse adjacency matrix, row = query, use ab.Graph.from_adjacency(matrix)"
+    is_square = got.dim() == 2 and got.shape[0] == got.shape[1]
+    matrix = "for an adjacency matrix, row = query, use ab.Graph.from_adjacency(matrix)"
+    if got.dtype in (torch.int64, torch.int32):
+        edges = "for edges use ab.Graph(edge_index, num_nodes)"
+        if not is_square:
+            return f" of integers; {edges}"
+        return f" of integers; {matrix}" + (f"; {edges}" if len(got) == 2 else "")
+    mask = "for a boolean mask use ab.Dense(mask)"
+    return f"; {matrix}; {mask}" if is_square else f"; {mask}"
 
 
 def _kind(x: object) -> str:

@@ -419,7 +419,7 @@ def test_wrong_values_are_named(make, words):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: SparseAttention(4, torch.ones(3, 3)), "relation: wanted a relation or None, got Tensor"),
+        (lambda: SparseAttention(4, torch.ones(3, 3)), r"got a tensor \[3, 3\]; for an adjacency"),
         (
             lambda: EncoderDecoderAttention(4)(torch.zeros(3, 4)),
             "memory: wanted the encoder's tokens, got None",

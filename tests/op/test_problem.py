@@ -209,6 +209,20 @@ def test_wrong_relation_names_the_converter():
     edges = torch.zeros(2, 9, dtype=torch.int64)
     words = WANTED + "a tensor [2, 9] of integers; for edges use ab.Graph(edge_index, num_nodes)"
     refuse(TypeError, words, q, k, v, edges)
+    matrix = "for an adjacency matrix, row = query, use ab.Graph.from_adjacency(matrix)"
+    refuse(TypeError, f"{WANTED}a tensor [5, 5] of integers; {matrix}", q, k, v, edges.new_zeros(5, 5))
+    words = f"{WANTED}a tensor [2, 2] of integers; {matrix}; for edges use ab.Graph(edge_index, num_nodes)"
+    refuse(TypeError, words, q, k, v, edges[:, :2])
+    words = f"{WANTED}a tensor [5, 5]; {matrix}; for a boolean mask use ab.Dense(mask)"
+    refuse(TypeError, words, q, k, v, torch.eye(5))
+    refuse(
+        TypeError,
+        f"{WANTED}a tensor [5, 5]; {matrix.replace('an', 'a sparse', 1)}",
+        q,
+        k,
+        v,
+        torch.eye(5).to_sparse(),
+    )
     data = type("Data", (), {"edge_index": edges, "__call__": None})()
     refuse(TypeError, WANTED + "Data, which has edges; use ab.Graph(data)", q, k, v, data)
     refuse(TypeError, WANTED + "str 'causal'", q, k, v, "causal")
