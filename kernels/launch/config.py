@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -275,18 +274,21 @@ _LEVELS: dict[tuple[int, int, int], dict[str, str]] = {
 _LEVELS_SINCE_3_9 = {**_LEVELS, (90, 64, 128): {"backward_query": "64x64 w4 s3 N"}}
 _SMALL = (86, 89, 120)  # architectures with 99 KB of shared memory
 # (architecture, head size) for float32, in three TF32 products each; the same for both list tiles. Both parts
-# of an operand are kept, so tiles are small. With 8 warps Triton computes scores of such tiles twice.
+# of an operand are kept, so tiles are small, and heads are cut: one chunk's parts are in registers at a time.
+# With 8 warps, or 16 columns of scores for 32 rows, Triton computes scores twice.
 _FLOAT = {
     (80, 64): ("64x32 w4 s2", "32x32 w4 s2", "32x32 w4 s2"),
-    (80, 128): ("32x32 w4 s2", "32x32 w4 s2 C64", "32x16 w4 s2"),
-    (80, 256): ("32x32 w4 s1", "16x32 w4 s1", "32x16 w4 s1"),
+    (80, 96): ("32x32 w4 s2 C64", "16x32 w4 s2", "32x16 w4 s1 F"),
+    (80, 128): ("32x32 w4 s2 C64", "32x32 w4 s2 F C64", "32x16 w4 s1 F"),
+    (80, 256): ("16x32 w4 s1 C64", "16x32 w4 s1", "32x16 w4 s1"),
     (86, 64): ("64x32 w4 s2", "32x32 w4 s2", "32x32 w4 s2"),
-    (86, 128): ("32x32 w4 s2", "16x32 w4 s1", "32x16 w4 s1"),
-    (86, 256): ("16x32 w4 s1", "16x32 w4 s1", "16x16 w4 s1"),
-    (90, 128): ("64x32 w4 s2", "32x32 w4 s2 C64", "32x32 w4 s2"),
+    (86, 96): ("32x32 w4 s2 C64", "16x32 w4 s1", "32x16 w4 s1"),
+    (86, 128): ("32x32 w4 s2 C64", "16x32 w4 s1", "32x16 w4 s1"),
+    (86, 256): ("16x32 w4 s1 C64", "16x32 w4 s1", "16x16 w4 s1"),
+    (90, 96): ("64x32 w4 s2 C64", "16x32 w4 s2", "32x16 w4 s1 F"),
+    (90, 128): ("64x32 w4 s2 C64", "32x32 w4 s2 F C64", "32x16 w4 s2 F"),
+    (100, 128): ("64x32 w4 s2 C64", "32x32 w4 s2 F C64", "32x16 w4 s1 F"),
 }
-# On Triton 3.9 ptxas gives up on larger tiles of these: 32 registers, 8,000 spills.
-_FLOAT_SINCE_3_9 = {(90, 256): ("16x32 w4 s1", "16x32 w4 s1", "32x16 w4 s1")}
 # Behind every choice, in this order, for a device on which it does not fit: the last fits in 99 KB.
 _SMALLER = ("64x32 w4 s2", "32x32 w4 s2", "32x32 w4 s1", "16x16 w4 s1")
 
@@ -316,8 +318,8 @@ def candidates(
     size = 64 if max(d, e) <= 64 else 128 if max(d, e) <= 128 else 256
     arch = max(known for known, *_ in _HALF if known <= target.arch)
     if dtype == torch.float32 and not target.is_interpreted:  # where there is room for any tile
-        singles = _FLOAT | (_FLOAT_SINCE_3_9 if target.triton >= (3, 9) else {})
-        texts = singles[_nearest_single(singles, arch, size), size]
+        single = 96 if 64 < max(d, e) <= 96 else size
+        texts = _FLOAT[_nearest_single(arch, single), single]
     else:
         by_version = _SINCE_3_9 if target.triton >= (3, 9) else {}
         texts = by_version.get((arch, size, tile), _HALF[arch, size, tile])
@@ -340,10 +342,10 @@ def candidates(
     return (first, *(x for x in map(Config.parse, _SMALLER) if x.rows * x.cols <= first.rows * first.cols))
 
 
-def _nearest_single(entries: Iterable[tuple[int, int]], arch: int, size: int) -> int:
+def _nearest_single(arch: int, size: int) -> int:
     """Return the architecture whose float32 entry of a head size another one takes: of as much memory."""
     is_small = arch in _SMALL
-    return max(x for x, of in entries if of == size and x <= arch and (x in _SMALL) == is_small)
+    return max(x for x, of in _FLOAT if of == size and x <= arch and (x in _SMALL) == is_small)
 
 
 def tuned_path() -> Path:

@@ -31,3 +31,14 @@ def test_no_product_is_executed_twice(gpu, d, dtype):
         of_float32 = 3 if dtype == torch.float32 else 1  # a product is three of TF32
         needed = of_float32 * PRODUCTS[which] * TOKENS**2 * d
         assert executed == needed * TWICE.get((gpu.cc, dtype, d, which), 1), which
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [80, 128, 256])
+def test_float32_as_shipped(gpu, d):
+    """Heads in chunks, the last of which may be narrow or padded, with a ragged tile at the end."""
+    inputs = make_inputs(0, 1, 1, 1, 140, 140, d, d, torch.float32, requires_grad=True)
+    layout = ab.Layout.build(ab.Causal(), 140, 140, form="tiles", tile=TOKENS)
+    with as_shipped():
+        found = ab.verify(*inputs, layout, backend="triton")
+    assert found.ok, found

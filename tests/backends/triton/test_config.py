@@ -143,19 +143,21 @@ def test_sm_80_pads_no_head_of_80_or_96(which):
 
 
 def test_float32_has_entries_of_its_own():
-    """By architecture, by memory, and since Triton 3.9, where ptxas gives up on larger tiles."""
+    """By architecture, by memory, and for heads of 65 to 96, whose last chunk would be narrow."""
 
-    def forward(arch, version, d):
-        return str(candidates(Target(arch, version), "forward", torch.float32, d, d, 128)[0])
+    def forward(arch, d):
+        return str(candidates(Target(arch, (3, 7)), "forward", torch.float32, d, d, 128)[0])
 
-    assert [forward(arch, (3, 7), 128) for arch in (80, 89, 90, 100)] == [
-        *("32x32 w4 s2", "32x32 w4 s2", "64x32 w4 s2", "64x32 w4 s2")
+    assert [forward(arch, 128) for arch in (80, 89, 90, 100)] == [
+        *("32x32 w4 s2 C64", "32x32 w4 s2 C64", "64x32 w4 s2 C64", "64x32 w4 s2 C64")
     ]
-    assert [forward(arch, (3, 7), 256) for arch in (80, 90, 120)] == [
-        *("32x32 w4 s1", "32x32 w4 s1", "16x32 w4 s1")
-    ]
-    assert [forward(arch, (3, 9), 256) for arch in (80, 90, 100)] == [
-        *("32x32 w4 s1", "16x32 w4 s1", "16x32 w4 s1")
+    assert [forward(arch, 256) for arch in (80, 90, 120)] == ["16x32 w4 s1 C64"] * 3
+
+    def query(d):
+        return str(candidates(Target(80, (3, 7)), "backward_query", torch.float32, d, d, 128)[0])
+
+    assert [query(d) for d in (64, 72, 96, 128)] == [
+        *("32x32 w4 s2", "16x32 w4 s2", "16x32 w4 s2", "32x32 w4 s2 F C64")
     ]
 
 
