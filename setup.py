@@ -21,7 +21,7 @@ FOLDERS = {
     "attnbias.benchmarks": "benchmarks",
 }
 
-# Apple's clang has no OpenMP; without it calls run on one thread. CXXFLAGS="-fopenmp" adds it for another compiler.
+# Apple's clang has no OpenMP: calls then run on one thread. For another compiler there: CXXFLAGS="-fopenmp".
 OPENMP = ("-Wno-unknown-pragmas",) if sys.platform == "darwin" else ("-fopenmp",)
 FLAGS = (
     *("-std=c++17", "-O2", "-fPIC", *OPENMP, "-fvisibility=hidden", "-Icsrc"),

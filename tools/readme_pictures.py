@@ -1,6 +1,6 @@
-"""Draw the pictures at the top of README.md, each for light and for dark pages: ``python tools/readme_pictures.py``.
+"""Draw the pictures of README.md, for light and for dark pages: ``python tools/readme_pictures.py``.
 
-``relations-*.svg`` is a strip of relations; ``speed-*.svg`` a chart of rows of the first table of docs/benchmarks.md.
+``relations-*.svg`` is a strip of relations, ``speed-*.svg`` a chart of rows of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -75,12 +75,14 @@ def read_rows() -> list[Row]:
 
 def text(x: float, y: float, words: str, colour: str, *, size: int = 12, anchor: str = "start") -> str:
     """Return a line of text."""
-    return f'<text x="{x:g}" y="{y:g}" {FONT} font-size="{size}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
+    place = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"'
+    return f'<text {place} {FONT} fill="{colour}">{words}</text>'
 
 
 def svg(width: float, height: float, title: str, parts: list[str]) -> str:
     """Return a whole picture."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img">'
+    sizes = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {sizes} role="img">'
     return "\n".join([head, f"<title>{title}</title>", *parts, "</svg>\n"])
 
 
@@ -98,7 +100,9 @@ def draw_strip(colours: Colours) -> str:
             f'<path fill="{colours.cell}" d="{path}"/></g>'
         )
         parts.append(text(left + side / 2, side + 17, name, colours.text, anchor="middle"))
-    return svg(len(STRIP) * (side + GAP) - GAP, side + 24, "Relations: which query attends to which key", parts)
+    return svg(
+        len(STRIP) * (side + GAP) - GAP, side + 24, "Relations: which query attends to which key", parts
+    )
 
 
 def draw_speed(colours: Colours) -> str:
@@ -115,7 +119,8 @@ def draw_speed(colours: Colours) -> str:
         parts += [
             text(left - 8, middle + 4, row.label, colours.text, anchor="end"),
             f'<rect x="{left}" y="{top}" width="{end - left:g}" height="18" fill="{colours.cell}"/>',
-            f'<path stroke="{colours.text}" d="M{low:g} {middle}H{high:g}M{low:g} {middle - 3}v6M{high:g} {middle - 3}v6"/>',
+            f'<path stroke="{colours.text}" d="M{low:g} {middle}H{high:g}'
+            f'M{low:g} {middle - 3}v6M{high:g} {middle - 3}v6"/>',
             text(high + 8, middle + 4, f"{row.ratio}x {row.peer}", colours.text),
         ]
     parts.append(f'<path stroke="{colours.text}" stroke-dasharray="2 3" d="M{one} 22V{height - 10}"/>')

@@ -1,7 +1,7 @@
 """An extension of griffe, which reads the docstrings of the API pages without importing the library.
 
-It does what griffe cannot know: a subclass of ``Relation`` is a dataclass without a decorator; ``**options`` are
-the fields of ``Options``; a section may be called ``Example``; roles of Sphinx are names.
+It says what griffe cannot know: a subclass of ``Relation`` is a dataclass without a decorator;
+``**options`` are the fields of ``Options``; a section may be called ``Example``; roles of Sphinx are names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ def parameters_of(cls: griffe.Class) -> list[griffe.Parameter]:
     found = {}
     for base in (*reversed(cls.mro()), cls):
         for field in base.attributes.values():
-            if field.annotation is not None and not field.name.startswith("_") and "ClassVar" not in str(field):
+            if (
+                field.annotation is not None
+                and not field.name.startswith("_")
+                and "ClassVar" not in str(field)
+            ):
                 found[field.name] = griffe.Parameter(
                     field.name,
                     annotation=field.annotation,
@@ -48,7 +52,9 @@ class Docstrings(griffe.Extension):
         """Give every relation the ``__init__`` of its fields, and functions their options by name."""
         if pkg.name == "attnbias":
             self._options = [
-                griffe.Parameter(each.name, annotation=each.annotation, kind=griffe.ParameterKind.keyword_only)
+                griffe.Parameter(
+                    each.name, annotation=each.annotation, kind=griffe.ParameterKind.keyword_only
+                )
                 for each in pkg[OPTIONS.removeprefix("attnbias.")].attributes.values()
             ]
             self._visit(pkg)
@@ -59,9 +65,9 @@ class Docstrings(griffe.Extension):
                 continue
             if isinstance(member, griffe.Function):
                 self._name_options(member)
-            if isinstance(member, griffe.Class) and "__init__" not in member.members:
-                if any(base.path == BASE for base in member.mro()):
-                    self._add_init(member)
+            is_bare = isinstance(member, griffe.Class) and "__init__" not in member.members
+            if is_bare and any(base.path == BASE for base in member.mro()):
+                self._add_init(member)
             if isinstance(member, griffe.Module | griffe.Class):
                 self._visit(member)
 

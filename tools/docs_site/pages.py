@@ -1,8 +1,8 @@
 """A hook of mkdocs: put pages and files from outside docs/ on the site, and mend what GitHub reads otherwise.
 
-A link from a page to a file of the repository, such as ``../examples/train_gpt.py``, works on GitHub. Here the
-file is copied to the site under ``files/``, or is a page of its own if ``PAGES`` names it. A link to a file
-that does not exist stays as it is, and the strict build reports it.
+A link from a page to a file of the repository, such as ``../examples/train_gpt.py``, works on GitHub. Here
+the file is copied to the site under ``files/``, or is a page of its own if ``PAGES`` names it. A link to a
+file that does not exist stays as it is, and the strict build reports it.
 """
 
 from __future__ import annotations
