@@ -6,12 +6,14 @@ It says what griffe cannot know: a subclass of ``Relation`` is a dataclass witho
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
 import griffe
 
-OPTIONS = "attnbias.op.problem.Options"  # the keyword arguments that several functions take as **options
+OPTIONS = "op.problem.Options"  # the keyword arguments that several functions take as **options
+DEFAULTS = "op.problem.DEFAULTS"
 BASE = "attnbias.relations.relation.Relation"
 MARKER = "integer"  # attnbias.relations.value.integer(least=..., default=...) declares a field
 ROLE = re.compile(r":\w+:`~?\.?([^`]+)`")
@@ -26,16 +28,18 @@ def default_of(field: griffe.Attribute) -> Any:
     return value
 
 
+def is_relation(cls: griffe.Class) -> bool:
+    """Return whether a class is a subclass of ``Relation``."""
+    return any(base.path == BASE for base in cls.mro())
+
+
 def parameters_of(cls: griffe.Class) -> list[griffe.Parameter]:
     """Return the parameters of the ``__init__`` that the dataclass makes."""
     found = {}
-    for base in (*reversed(cls.mro()), cls):
-        for field in base.attributes.values():
-            if (
-                field.annotation is not None
-                and not field.name.startswith("_")
-                and "ClassVar" not in str(field)
-            ):
+    for base in [*(each for each in reversed(cls.mro()) if is_relation(each)), cls]:
+        for field in base.members.values():  # its own: attributes has those of Relation as well
+            is_field = isinstance(field, griffe.Attribute) and "property" not in field.labels
+            if is_field and field.annotation is not None and not field.name.startswith("_"):
                 found[field.name] = griffe.Parameter(
                     field.name,
                     annotation=field.annotation,
@@ -51,11 +55,14 @@ class Docstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Give every relation the ``__init__`` of its fields, and functions their options by name."""
         if pkg.name == "attnbias":
+            known = pkg[DEFAULTS].value
+            defaults = {ast.literal_eval(str(k)): v for k, v in zip(known.keys, known.values, strict=True)}
+            only = griffe.ParameterKind.keyword_only
             self._options = [
                 griffe.Parameter(
-                    each.name, annotation=each.annotation, kind=griffe.ParameterKind.keyword_only
+                    each.name, annotation=each.annotation, kind=only, default=defaults[each.name]
                 )
-                for each in pkg[OPTIONS.removeprefix("attnbias.")].attributes.values()
+                for each in pkg[OPTIONS].attributes.values()
             ]
             self._visit(pkg)
 
@@ -66,7 +73,7 @@ class Docstrings(griffe.Extension):
             if isinstance(member, griffe.Function):
                 self._name_options(member)
             is_bare = isinstance(member, griffe.Class) and "__init__" not in member.members
-            if is_bare and any(base.path == BASE for base in member.mro()):
+            if is_bare and is_relation(member):
                 self._add_init(member)
             if isinstance(member, griffe.Module | griffe.Class):
                 self._visit(member)
@@ -88,4 +95,5 @@ class Docstrings(griffe.Extension):
         """Rewrite a docstring for griffe's parser of Google's style."""
         if obj.docstring is not None:
             text = ROLE.sub(r"`\1`", obj.docstring.value)
+            text = re.sub(r"::$", ":", text, flags=re.MULTILINE)  # a literal block follows
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)

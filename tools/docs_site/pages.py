@@ -7,6 +7,7 @@ file that does not exist stays as it is, and the strict build reports it.
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import re
 from pathlib import Path
@@ -14,10 +15,13 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files, InclusionLevel
 
+LOG = logging.getLogger("mkdocs.plugins.docs_site")
 ROOT = Path(__file__).parent.parent.parent
 PAGES = {  # file of the repository: page of the site
     "CHANGELOG.md": "changelog.md",
+    "CODE_OF_CONDUCT.md": "conduct.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "benchmarks/static/README.md": "static.md",
     "csrc/README.md": "csrc.md",
     "kernels/README.md": "kernels.md",
@@ -79,3 +83,9 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Convert every page."""
     return convert(markdown, page.file.src_uri)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> None:
+    """Warn of a name that griffe took for a module: ``attnbias.attention`` is one, too."""
+    for name in re.findall(r'doc-module">\s*<h2 id="([^"]+)"', html):
+        LOG.warning("%s: %s is a module; name what is in it", page.file.src_uri, name)
