@@ -39,9 +39,7 @@ def target_of(link: str, page: str) -> str:
         return PAGES[path]
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    if (ROOT / path / "__init__.py").exists() or path in {"examples", "benchmarks"}:
-        path += "/"
-    return f"files/{path}" if (ROOT / path).exists() else link
+    return f"files/{path}" if (ROOT / path).is_file() else link
 
 
 def mend_tables(text: str) -> str:
@@ -73,8 +71,8 @@ def on_files(files: Files, config: Any) -> Files:
         for found in LINK.finditer(file.content_string):
             linked.add(target_of(found[1], file.src_uri))
     for uri in sorted(linked):
-        path = ROOT / uri.removeprefix("files/")
-        if uri.startswith("files/") and path.is_file():
+        if uri.startswith("files/"):
+            path = ROOT / uri.removeprefix("files/")
             level = InclusionLevel.NOT_IN_NAV
             files.append(File.generated(config, uri, abs_src_path=str(path), inclusion=level))
     return files
