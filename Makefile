@@ -20,9 +20,9 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 STALE := stale
 endif
 
-.PHONY: help setup test test-all test-cudnn sanitize bench bench-gate static static-gate lint format clean stale
+.PHONY: help setup test test-all test-cudnn sanitize bench bench-gate static static-gate docs lint format clean stale
 help:
-	@echo "make setup | test | test-all | test-cudnn | sanitize | bench | bench-gate | static | static-gate | lint | format | clean"
+	@echo "make setup | test | test-all | test-cudnn | sanitize | bench | bench-gate | static | static-gate | docs | lint | format | clean"
 	@echo "     [VENV=an/environment]"
 
 setup: $(STAMP)
@@ -78,6 +78,13 @@ static: setup
 
 static-gate: setup
 	$(RUN) -m attnbias.benchmarks.static --gate $(ARGS)
+
+# Build the site into build/site, in an environment of its own without torch; a warning or a dead link is an error.
+DOCS := build/docs-env
+docs:
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q -r requirements/docs.txt
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
 lint: setup
 	$(RUN) -m ruff check

@@ -21,8 +21,10 @@ FOLDERS = {
     "attnbias.benchmarks": "benchmarks",
 }
 
+# Apple's clang has no OpenMP: calls then run on one thread. For another compiler there: CXXFLAGS="-fopenmp".
+OPENMP = ("-Wno-unknown-pragmas",) if sys.platform == "darwin" else ("-fopenmp",)
 FLAGS = (
-    *("-std=c++17", "-O2", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Icsrc"),
+    *("-std=c++17", "-O2", "-fPIC", *OPENMP, "-fvisibility=hidden", "-Icsrc"),
     *("-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wconversion", "-Wno-psabi"),
 )
 AVX512 = (
@@ -35,6 +37,7 @@ ISAS = {
     "isa.cpp": {
         "x86_64": {"avx512": AVX512, "avx2": ("-mavx2", "-mfma", "-mf16c"), "baseline": ()},
         "aarch64": {"neon": ()},
+        "arm64": {"neon": ()},  # aarch64, as macOS names it
         "other": {"baseline": ()},
     },
     "pairs.cpp": {"x86_64": {"avx512bf16": (*AVX512, "-mavx512bf16")}, "other": {}},

@@ -49,7 +49,7 @@ from .scores.terms import ALiBi, EdgeBias, GridBias, KeyBias, PairBias, Relative
 from .sharding import Shard, shard
 from .testing.verify import verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ALiBi",

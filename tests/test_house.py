@@ -26,7 +26,15 @@ OVERVIEWS = (*PACKAGES, "csrc", "tests/cases")  # folders whose modules are name
 
 # Lowest first. A module imports from its own row and lower ones, in functions too; types are exempt.
 LAYERS = (
-    ("attnbias.arguments", "attnbias.native", "attnbias.kernels", "ptxemu", "fakecuda", "recipe_pictures"),
+    (
+        "attnbias.arguments",
+        "attnbias.native",
+        "attnbias.kernels",
+        "ptxemu",
+        "fakecuda",
+        "recipe_pictures",
+        "docs_site",
+    ),
     ("attnbias.sets",),
     ("attnbias.layouts",),
     ("attnbias.relations",),  # above layouts, since Relation.layout builds one
@@ -47,7 +55,7 @@ LAYERS = (
     ("attnbias.benchmarks.gate",),
     ("attnbias.benchmarks",),
     ("attnbias.report",),
-    ("attnbias.__main__", "fakecuda.measure", "fakecuda.__main__"),
+    ("attnbias.__main__", "fakecuda.measure", "fakecuda.__main__", "readme_pictures", "support_page"),
 )
 _MADE_BY_METHOD = "graph.shard() makes a value of a higher row, which it imports when it is called"
 ALLOWED: dict[tuple[str, str], str] = {  # (importer, imported): why it may import upward or in a cycle

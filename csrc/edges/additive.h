@@ -206,7 +206,8 @@ AB_INLINE void each_heads(const ab_call &call, int64_t b, const Body &body) {
 // Call body(t, heads, i, begin, end) for the heads of item t and their rows (or columns) i, whose edges are
 // [begin, end).
 template <class T, class Body>
-AB_INLINE void each_row(const ab_call &call, const Lists &lists, int32_t threads, Body body) {
+AB_INLINE void each_row(const ab_call &call, const Lists &lists, [[maybe_unused]] int32_t threads,
+                        Body body) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) firstprivate(body)
   for (int64_t t = 0; t < call.B * lists.items; t++) {
     const int64_t item = t % lists.items;

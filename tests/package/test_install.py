@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -123,3 +124,42 @@ def test_build_that_requires_the_library_fails_without_it(tmp_path):
     assert done.returncode != 0 and not list(tmp_path.glob("*.whl"))
     wanted = "ATTNBIAS_REQUIRE_CPU: wanted a C++ library, got false exited with 1: no error message"
     assert wanted in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "sets", "is_parallel"),
+    [
+        ("linux", "x86_64", ["avx512", "avx2", "baseline"], True),
+        ("linux", "aarch64", ["neon"], True),
+        ("darwin", "arm64", ["neon"], False),  # was "baseline": macOS names aarch64 otherwise
+    ],
+)
+def test_flags_fit_the_platform(system, machine, sets, is_parallel):
+    """Apple's clang refuses -fopenmp, so a Mac had no library."""
+    code = f"""
+import platform, runpy, setuptools.command.bdist_wheel, setuptools.command.build_ext, sys
+from concurrent.futures import ThreadPoolExecutor
+setuptools.setup = lambda **given: None
+sys.platform, platform.machine = {system!r}, lambda: {machine!r}
+found = runpy.run_path("setup.py")
+print(list(found["isas_of"]("csrc/isa.cpp")), "-fopenmp" in found["FLAGS"])
+"""
+    assert run(code).stdout == f"{sets} {is_parallel}\n"
+
+
+def test_source_distribution_has_all_that_a_build_reads(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    made = "egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path
+    subprocess.run([sys.executable, "setup.py", "-q", *made], cwd=ROOT, check=True, capture_output=True)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    folders = ("attnbias", "kernels", "benchmarks", "csrc")
+    suffixes = {".py", ".cpp", ".h", ".css", ".typed"}
+    wanted = {
+        str(f.relative_to(ROOT)) for top in folders for f in (ROOT / top).rglob("*") if f.suffix in suffixes
+    }
+    wanted |= {str(f.relative_to(ROOT)) for f in (ROOT / "benchmarks/cases/data").iterdir()}
+    assert wanted - names == set()
+    assert {"README.md", "LICENSE", "pyproject.toml", "setup.py"} <= names
+    assert not any(name.startswith("tests/") for name in names)

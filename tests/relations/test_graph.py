@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cases import ROOT
 
 import attnbias as ab
 
@@ -425,12 +423,6 @@ def test_missing_scipy_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(ImportError, match="needs scipy, which is not installed"):
         make()
-
-
-def test_examples_of_the_graphs_page_run() -> None:
-    page = ROOT / "docs" / "graphs.md"
-    failed, tried = doctest.testfile(str(page), module_relative=False)
-    assert tried > 5 and not failed
 
 
 NESTED = [
