@@ -446,9 +446,10 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Group a model's parameters by learning rate, for an optimiser: matrices learn at ``lr * 768 / fan_in``.
 
-    Matrices are the weights of the layers in this file, and of linear layers of at least 16 inputs. All other
-    parameters, such as embeddings and gains, learn at ``lr``. So does a linear layer of fewer inputs, which
-    reads coordinates as an embedding reads an index: at one input its rate would be ``lr * 768``.
+    Matrices are the capped weights of the layers in this file, and those of linear layers and of
+    ``BilinearAttention`` with a fan-in of at least 16. All other parameters, such as embeddings and gains,
+    learn at ``lr``. So does a linear layer of fewer inputs, which reads coordinates as an embedding reads an
+    index: at one input its rate would be ``lr * 768``.
 
     Args:
         model: its parameters are grouped.
