@@ -2,8 +2,8 @@
 
 Attention scores a pair by ``x^T M x'``. With ``M = W_Q W_K^T`` the form has low rank. These families give it
 full rank, or more rank for near features than for far ones, with few parameters and multiply-adds. All are
-instances of one family, :class:`MLBTC`; ``to_mlbtc()`` shows how. ``attnbias.nn.BilinearBTTAttention`` scores
-with a :class:`BTT`.
+instances of one family, :class:`MLBTC`; ``to_mlbtc()`` shows how. The layer ``attnbias.nn.BilinearAttention``
+scores with one of them per head.
 """
 
 from __future__ import annotations
@@ -11,19 +11,37 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class StructuredMatrix:
     """A matrix [n, m] that is multiplied without being written out; a frozen dataclass of tensors."""
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that it is made of, in the order of its fields."""
+        return tuple(_tensors(self))
+
+    @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """The tensors that it is made of, in the order of its fields; they may require gradients."""
-        return tuple(_tensors(getattr(self, field.name) for field in fields(self)))  # type: ignore[arg-type]
+        """Those of its tensors that may learn, which permutations do not."""
+        return tuple(x for x in self.tensors if not _is_order(x))
+
+    @property
+    def fan_ins(self) -> tuple[int, ...]:
+        """For each of ``parameters``, how many products one of its sums has in :meth:`split`."""
+        raise NotImplementedError
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Self:
+        """Return the same matrix made of other tensors, which replace ``tensors`` in order, unchecked."""
+        made: Self = _rebuild(self, iter(tensors))
+        return made
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -33,6 +51,11 @@ class StructuredMatrix:
     def apply(self, x: Tensor) -> Tensor:
         """Multiply by the columns of x [m, count]."""
         raise NotImplementedError
+
+    def split(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows a of x [..., n] and b of y [..., m] with a . b = x^T M y; short ones for low rank."""
+        product = self.apply(y.flatten(0, -2).T).T  # not @, which torch.compile cannot trace
+        return x, product.unflatten(0, y.shape[:-1])
 
     def to_mlbtc(self) -> MLBTC:
         """Return the same matrix as an instance of the umbrella family."""
@@ -59,14 +82,35 @@ class StructuredMatrix:
         return sum(x.numel() for x in self.parameters)
 
 
-def _tensors(parts: Iterable[Any]) -> Iterator[Tensor]:
-    for part in parts:
-        if isinstance(part, Tensor):
-            yield part
-        elif isinstance(part, StructuredMatrix):
-            yield from part.parameters
-        else:
-            yield from _tensors(part)
+def _tensors(part: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a matrix, a list of matrices or a field of one."""
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, (StructuredMatrix, tuple)):
+        for each in _parts(part):
+            yield from _tensors(each)
+
+
+def _rebuild(part: Any, tensors: Iterator[Tensor]) -> Any:
+    """Copy what :func:`_tensors` takes, with other tensors."""
+    if isinstance(part, Tensor):
+        return next(tensors)
+    if isinstance(part, tuple):
+        return tuple(_rebuild(each, tensors) for each in part)
+    if not isinstance(part, StructuredMatrix):
+        return part
+    made = object.__new__(type(part))  # not its class, which would check permutations again
+    for field in fields(part):  # type: ignore[arg-type]
+        object.__setattr__(made, field.name, _rebuild(getattr(part, field.name), tensors))
+    return made
+
+
+def _parts(part: Any) -> Iterable[Any]:
+    return part if isinstance(part, tuple) else (getattr(part, field.name) for field in fields(part))
+
+
+def _is_order(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
 
 
 def _match(
@@ -96,6 +140,7 @@ class _Pair(StructuredMatrix):
     right: Tensor
     _letters: ClassVar[tuple[str, str]]  # of left and right
     _sides: ClassVar[tuple[str, str]]  # the letters whose product is n, and m
+    _summed: ClassVar[tuple[str, str]]  # the letters that a product sums over, of left and right
 
     def __post_init__(self) -> None:
         self._sizes()
@@ -114,6 +159,12 @@ class _Pair(StructuredMatrix):
         rows, columns = (math.prod(sizes[letter] for letter in side) for side in self._sides)
         return rows, columns
 
+    @property
+    def fan_ins(self) -> tuple[int, ...]:
+        """See :class:`StructuredMatrix`."""
+        sizes = self._sizes()
+        return tuple(math.prod(sizes[letter] for letter in summed) for summed in self._summed)
+
 
 class LowRank(_Pair):
     """``left @ right.T``: rank r for r (n + m) numbers.
@@ -123,11 +174,15 @@ class LowRank(_Pair):
         right: [m, r].
     """
 
-    _letters, _sides = ("nr", "mr"), ("n", "m")
+    _letters, _sides, _summed = ("nr", "mr"), ("n", "m"), ("n", "m")
 
     def apply(self, x: Tensor) -> Tensor:
         """See :class:`StructuredMatrix`."""
         return self.left @ (self.right.T @ x)
+
+    def split(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`StructuredMatrix`; rows of r."""
+        return x @ self.left, y @ self.right
 
     def to_mlbtc(self) -> MLBTC:
         """Return one level of one block."""
@@ -172,14 +227,35 @@ class MLR(StructuredMatrix):
         """See :class:`StructuredMatrix`."""
         out = x.new_zeros(self.shape[0], x.shape[1])
         for left, right in zip(self.left, self.right, strict=True):
-            small = right.mT @ x.view(*right.shape[:2], -1)  # [p, r, count]
+            small = right.mT @ x.view(*right.shape[:2], x.shape[1])  # [p, r, count]
             out = out + (left @ small).flatten(0, 1)
         return out
+
+    @property
+    def fan_ins(self) -> tuple[int, ...]:
+        """See :class:`StructuredMatrix`."""
+        return tuple(x.shape[1] for x in self.parameters)
+
+    def levels(self, x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return rows [..., r, p] for x and for y, level by level; x^T M y is the sum of their products."""
+        pairs = zip(self.left, self.right, strict=True)
+        return [(_by_block(x, left), _by_block(y, right)) for left, right in pairs]
+
+    def split(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`StructuredMatrix`; rows of the sum of r p."""
+        of_x, of_y = zip(*self.levels(x, y), strict=True)
+        a, b = (torch.cat([part.flatten(-2) for part in parts], -1) for parts in (of_x, of_y))
+        return a, b
 
     def to_mlbtc(self) -> MLBTC:
         """Return one level per level, without permutations."""
         pairs = zip(self.left, self.right, strict=True)
         return MLBTC([MLBTCLevel(left, right.mT) for left, right in pairs])
+
+
+def _by_block(x: Tensor, factor: Tensor) -> Tensor:
+    """Multiply each slice of x [..., p * i] by its block of [p, i, r]: [..., r, p]."""
+    return torch.einsum("...pi,pir->...rp", x.unflatten(-1, factor.shape[:2]), factor)
 
 
 class BTT(_Pair):
@@ -193,11 +269,11 @@ class BTT(_Pair):
         right: [c, e, b, s].
     """
 
-    _letters, _sides = ("bacs", "cebs"), ("ab", "ce")
+    _letters, _sides, _summed = ("bacs", "cebs"), ("ab", "ce"), ("cs", "e")
 
     def apply(self, x: Tensor) -> Tensor:
         """See :class:`StructuredMatrix`."""
-        small = torch.einsum("gdjt,gdx->jgtx", self.right, x.view(*self.right.shape[:2], -1))
+        small = torch.einsum("gdjt,gdx->jgtx", self.right, x.view(*self.right.shape[:2], x.shape[1]))
         return torch.einsum("jigt,jgtx->ijx", self.left, small).flatten(0, 1)
 
     def entries(self) -> Tensor:
@@ -224,11 +300,11 @@ class Monarch(_Pair):
         right: [b, b, b], ``right[g, d, j]``.
     """
 
-    _letters, _sides = ("bbb", "bbb"), ("bb", "bb")
+    _letters, _sides, _summed = ("bbb", "bbb"), ("bb", "bb"), ("b", "b")
 
     def apply(self, x: Tensor) -> Tensor:
         """See :class:`StructuredMatrix`."""
-        small = self.right.mT @ x.view(*self.right.shape[:2], -1)  # [g, j, count]
+        small = self.right.mT @ x.view(*self.right.shape[:2], x.shape[1])  # [g, j, count]
         return (self.left @ small.transpose(0, 1)).transpose(0, 1).flatten(0, 1)
 
     def to_mlbtc(self) -> MLBTC:
@@ -244,11 +320,11 @@ class Kronecker(_Pair):
         right: [b, e].
     """
 
-    _letters, _sides = ("ac", "be"), ("ab", "ce")
+    _letters, _sides, _summed = ("ac", "be"), ("ab", "ce"), ("c", "e")
 
     def apply(self, x: Tensor) -> Tensor:
         """See :class:`StructuredMatrix`."""
-        small = self.right @ x.view(self.left.shape[1], self.right.shape[1], -1)  # [c, b, count]
+        small = self.right @ x.view(self.left.shape[1], self.right.shape[1], x.shape[1])  # [c, b, count]
         return torch.einsum("ac,cbx->abx", self.left, small).flatten(0, 1)
 
     def macs(self) -> int:
@@ -290,15 +366,21 @@ class Butterfly(StructuredMatrix):
         """See :class:`StructuredMatrix`."""
         return 2 ** len(self.factors), 2 ** len(self.factors)
 
+    @property
+    def fan_ins(self) -> tuple[int, ...]:
+        """See :class:`StructuredMatrix`."""
+        return (2,)
+
     def apply(self, x: Tensor) -> Tensor:
         """See :class:`StructuredMatrix`."""
         return self._mix(x, range(len(self.factors)))
 
     def _mix(self, x: Tensor, bits: range) -> Tensor:
+        columns = x.shape[1]
         for i in bits:
             factor = self.factors[i].view(-1, 2**i, 2, 2)  # by the bits above i and below it
-            x = torch.einsum("hlij,hjlx->hilx", factor, x.reshape(len(factor), 2, 2**i, -1))
-        return x.reshape(self.shape[0], -1)
+            x = torch.einsum("hlij,hjlx->hilx", factor, x.reshape(len(factor), 2, 2**i, columns))
+        return x.reshape(self.shape[0], columns)
 
     def to_mlbtc(self) -> MLBTC:
         """Return one level: the factors of the low bits multiplied out, then those of the high bits."""
@@ -330,7 +412,7 @@ class MLBTCLevel(_Pair):
     inner: Tensor | None = None
     outer: Tensor | None = None
     alpha: float = 1.0
-    _letters, _sides = ("qij", "pkl"), ("qi", "pl")
+    _letters, _sides, _summed = ("qij", "pkl"), ("qi", "pl"), ("j", "l")
 
     def __post_init__(self) -> None:
         sizes = self._sizes()
@@ -340,16 +422,12 @@ class MLBTCLevel(_Pair):
             if order is not None and not torch.equal(order.sort().values.cpu(), torch.arange(count)):
                 raise ValueError(f"{name}: wanted a permutation of {count} numbers, got {order.tolist()}")
 
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Left and right; permutations do not learn."""
-        return self.left, self.right
-
     def apply(self, x: Tensor) -> Tensor:
         """See :class:`StructuredMatrix`."""
-        between = (self.right @ x.view(self.right.shape[0], self.right.shape[2], -1)).flatten(0, 1)
+        columns = x.shape[1]
+        between = (self.right @ x.view(self.right.shape[0], self.right.shape[2], columns)).flatten(0, 1)
         between = between if self.inner is None else between[self.inner]
-        out = (self.left @ between.view(self.left.shape[0], self.left.shape[2], -1)).flatten(0, 1)
+        out = (self.left @ between.view(self.left.shape[0], self.left.shape[2], columns)).flatten(0, 1)
         return self.alpha * (out if self.outer is None else out[self.outer])
 
     def to_mlbtc(self) -> MLBTC:
@@ -388,6 +466,11 @@ class MLBTC(StructuredMatrix):
     def shape(self) -> tuple[int, int]:
         """See :class:`StructuredMatrix`."""
         return self.levels[0].shape
+
+    @property
+    def fan_ins(self) -> tuple[int, ...]:
+        """See :class:`StructuredMatrix`."""
+        return tuple(fan_in for level in self.levels for fan_in in level.fan_ins)
 
     def apply(self, x: Tensor) -> Tensor:
         """See :class:`StructuredMatrix`."""

@@ -2,12 +2,13 @@
 
 Modules: ``relational`` (the layer that all mechanisms are made of), ``mechanisms`` (one class per mechanism),
 ``appendix`` (the listings of the paper that names them; import it by name), ``multihead`` (a drop-in for
-``torch.nn.MultiheadAttention``), ``structured`` (structured scores), ``rotary`` (rotary positions), ``block`` (a
-transformer block). A new mechanism is a subclass of ``RelationalAttention`` that fixes its relation; export it
-here.
+``torch.nn.MultiheadAttention``), ``structured`` (structured scores), ``cache`` (keys for decoding with them),
+``rotary`` (rotary positions), ``block`` (a transformer block). A new mechanism is a subclass of
+``RelationalAttention`` that fixes its relation; export it here.
 """
 
 from .block import Block
+from .cache import MultiLevelCache
 from .mechanisms import (
     EncoderDecoderAttention,
     GraphAttention,
@@ -20,6 +21,7 @@ from .multihead import MultiheadAttention
 from .relational import RelationalAttention
 from .rotary import Rotary
 from .structured import (
+    BilinearAttention,
     BilinearBTTAttention,
     BilinearMLRAttention,
     MLRAttention,
@@ -27,6 +29,7 @@ from .structured import (
 )
 
 __all__ = [
+    "BilinearAttention",
     "BilinearBTTAttention",
     "BilinearMLRAttention",
     "Block",
@@ -34,6 +37,7 @@ __all__ = [
     "GraphAttention",
     "MLRAttention",
     "MaskedAttention",
+    "MultiLevelCache",
     "MultiheadAttention",
     "RelationalAttention",
     "Rotary",

@@ -7,9 +7,9 @@ the new tokens and the weights of all pairs. Two differences are deliberate:
   gives it the mean of all tokens.
 - An unrelated score is -inf, not -1e9, so float16 works, and scores below -1e9 do not reach other tokens.
 
-Tokens are ``[n, d_model]`` or ``[B, n, d_model]``. The same mechanisms with heads, score terms and without the
-dense weights are in ``attnbias.nn``. There ``SparseAttention`` takes any relation, and the appendix's class of
-this name is ``StridedAttention`` with ``p = stride - 1``.
+Tokens are ``[n, d_model]`` or ``[B, n, d_model]``. The same mechanisms with heads, score terms and without
+the dense weights are in ``attnbias.nn``. There ``SparseAttention`` takes any relation, and the appendix's
+class of this name is ``StridedAttention`` with ``p = stride - 1``.
 """
 
 from __future__ import annotations

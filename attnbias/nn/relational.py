@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from ..arguments import as_flag
 from ..attention import attention
 from ..layouts.layout import Layout
-from ..op.problem import describe
+from ..op.problem import Options, describe
 from ..op.weights import attention_weights
 from ..relations import Full, Relation
 from ..relations.relation import resolve_start
+from ..scores.multilevel import MultiLevel
 from ..scores.terms import Term
 from ..sharding import Shard
 from ..sharding.cache import cached_shard
@@ -25,7 +26,123 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class RelationalAttention(nn.Module):
+class AttentionLayer(nn.Module):
+    """What all attention layers share: a call with memory, positions and terms, from tokens to tokens.
+
+    A subclass defines ``project`` and ``join``, and may set ``score`` and ``scale``.
+
+    Args:
+        d_model: features per token.
+        heads: number of heads.
+        relation: which token attends to which; None relates all. A call may override it.
+        dropout: fraction of the weights to drop in training.
+        softcap: bound on the scores, as in ``attention``.
+        rotary: rotates queries and keys by their position; None does not.
+
+    Raises:
+        ValueError: if the relation is for another number of heads.
+        TypeError: if ``relation`` is not a relation.
+    """
+
+    score: MultiLevel | None = None  # in place of the dot product
+    scale: float | None = None
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        relation: Relation | None,
+        dropout: float,
+        softcap: float | None,
+        rotary: Rotary | None = None,
+    ) -> None:
+        super().__init__()
+        self.d_model, self.heads = d_model, heads
+        self.relation = relation if relation is None else check_relation(relation, heads)
+        self.dropout, self.softcap, self.rotary = dropout, softcap, rotary
+
+    def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries of x, and the keys and values of memory, [..., heads, n, size]."""
+        raise NotImplementedError
+
+    def join(self, h: Tensor) -> Tensor:
+        """Return tokens [..., n, d_model] from what the heads gathered, [..., heads, n, size]."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        relation: Relation | Layout | Shard | None = None,
+        terms: Sequence[Term] = (),
+        q_start: int | Literal["end"] = 0,
+        return_weights: bool = False,
+        mesh: DeviceMesh | ProcessGroup | None = None,
+        length: int | tuple[int, int] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from each token of ``x``.
+
+        Args:
+            x: tokens that attend, [n, d_model] or [B, n, d_model].
+            memory: tokens that are attended to, with as many dimensions; ``x`` itself if None.
+            relation: replaces the layer's own; a Layout works too. With a Shard, ``x`` and ``memory`` are the
+                tokens of this rank.
+            terms: score terms, as in ``attention``.
+            q_start: position of the first token of ``x`` in ``memory``.
+            return_weights: also return the weights before dropout, as a dense tensor; for short sequences.
+            mesh: shard the relation over these ranks. ``x`` is this rank's part of the sequence, in order:
+                ``ab.shard(relation, length, mesh, split="even").scatter(whole, -2)``.
+            length: with ``mesh``, the tokens of all ranks; or those of ``x`` and of ``memory``.
+
+        Returns:
+            Tokens shaped like ``x``. With ``return_weights``, also the weights [B, heads, n, m], without B if
+            x has none, and without the heads if ``heads == 1``.
+
+        Raises:
+            ValueError: if a shape does not fit, or options do not go together.
+            TypeError: if ``x`` or ``memory`` is not a tensor.
+        """
+        memory = x if memory is None else memory
+        for name, tokens in (("x", x), ("memory", memory)):
+            if not isinstance(tokens, Tensor):
+                raise TypeError(f"{name}: wanted a tensor, got {type(tokens).__name__}")
+            if tokens.dim() != x.dim() or tokens.dim() not in (2, 3) or tokens.shape[-1] != self.d_model:
+                raise ValueError(
+                    f"{name}: wanted [n, {self.d_model}] or [B, n, {self.d_model}], x and memory alike, "
+                    f"got {list(tokens.shape)}"
+                )
+        used = self.relation if relation is None else relation
+        if mesh is not None or length is not None:
+            used, q_start = make_shard(used, mesh, length, q_start), 0
+        wants_weights = as_flag("return_weights", return_weights)
+        if isinstance(used, Shard) and wants_weights:
+            raise ValueError(
+                "return_weights: wanted False with a shard, of which a rank has some tokens, got True; "
+                "gather the tokens and call the layer with the relation"
+            )
+        query, key, value = self.project(x, memory)
+        start = resolve_start(q_start, x.shape[-2], memory.shape[-2])
+        if self.rotary is not None:
+            of_queries, of_keys = (
+                (used.positions, used.key_positions) if isinstance(used, Shard) else (start, 0)
+            )
+            query, key = self.rotary(query, of_queries), self.rotary(key, of_keys)
+        scoring: Options = {"score": self.score, "scale": self.scale, "softcap": self.softcap}
+        options: Options = {**scoring, "terms": terms, "q_start": start}
+        in_training: Options = {**options, "dropout_p": self.dropout if self.training else 0.0}
+        out = self.join(attention(query, key, value, used, **in_training))
+        if not wants_weights or isinstance(used, Shard):
+            return out
+        weights = attention_weights(query, key, used, **options)
+        return out, weights.squeeze(-3) if self.heads == 1 else weights
+
+    def extra_repr(self) -> str:
+        """See :class:`torch.nn.Module`."""
+        return f"{self.d_model}, heads={self.heads}, relation={self.relation!r}"
+
+
+class RelationalAttention(AttentionLayer):
     """Attention over a relation; the choice of relation makes the mechanism.
 
     Each token gets the mean of its neighbours' values, weighted by the softmax of
@@ -82,7 +199,7 @@ class RelationalAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(d_model, heads, relation, dropout, softcap, rotary)
         key_heads = heads if key_heads is None else key_heads
         if head_size is None:
             if heads < 1 or d_model % heads:
@@ -92,9 +209,7 @@ class RelationalAttention(nn.Module):
             raise ValueError(f"key_heads: wanted a number that divides heads = {heads}, got {key_heads}")
         if rotary is not None and rotary.head_size != head_size:
             raise ValueError(f"rotary: wanted one for head_size = {head_size}, got {rotary.head_size}")
-        self.d_model, self.heads, self.key_heads, self.head_size = d_model, heads, key_heads, head_size
-        self.relation = relation if relation is None else check_relation(relation, heads)
-        self.dropout, self.softcap, self.rotary = dropout, softcap, rotary
+        self.key_heads, self.head_size = key_heads, head_size
         own: dict[str, Any] = {"bias": as_flag("bias", bias), "device": device, "dtype": dtype}
         self.query = nn.Linear(d_model, heads * head_size, **own)
         self.key = nn.Linear(d_model, key_heads * head_size, **own)
@@ -103,89 +218,19 @@ class RelationalAttention(nn.Module):
         has_out = heads > 1 if project is None else as_flag("project", project)
         self.out = nn.Linear(width, d_model, **own) if has_out else nn.Identity()
 
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        *,
-        relation: Relation | Layout | Shard | None = None,
-        terms: Sequence[Term] = (),
-        q_start: int | Literal["end"] = 0,
-        return_weights: bool = False,
-        mesh: DeviceMesh | ProcessGroup | None = None,
-        length: int | tuple[int, int] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend from each token of ``x``.
-
-        Args:
-            x: tokens that attend, [n, d_model] or [B, n, d_model].
-            memory: tokens that are attended to, with as many dimensions; ``x`` itself if None.
-            relation: replaces the layer's own; a Layout works too. With a Shard, ``x`` and ``memory`` are the
-                tokens of this rank.
-            terms: score terms, as in ``attention``.
-            q_start: position of the first token of ``x`` in ``memory``.
-            return_weights: also return the weights before dropout, as a dense tensor; for short sequences.
-            mesh: shard the relation over these ranks. ``x`` is this rank's part of the sequence, in order:
-                ``ab.shard(relation, length, mesh, split="even").scatter(whole, -2)``.
-            length: with ``mesh``, the tokens of all ranks; or those of ``x`` and of ``memory``.
-
-        Returns:
-            Tokens shaped like ``x``. With ``return_weights``, also the weights [B, heads, n, m], without B if
-            x has none, and without the heads if ``heads == 1``.
-
-        Raises:
-            ValueError: if a shape does not fit, or options do not go together.
-            TypeError: if ``x`` or ``memory`` is not a tensor.
-        """
-        memory = x if memory is None else memory
-        for name, tokens in (("x", x), ("memory", memory)):
-            if not isinstance(tokens, Tensor):
-                raise TypeError(f"{name}: wanted a tensor, got {type(tokens).__name__}")
-            if tokens.dim() != x.dim() or tokens.dim() not in (2, 3) or tokens.shape[-1] != self.d_model:
-                raise ValueError(
-                    f"{name}: wanted [n, {self.d_model}] or [B, n, {self.d_model}], x and memory alike, "
-                    f"got {list(tokens.shape)}"
-                )
-        used = self.relation if relation is None else relation
-        if mesh is not None or length is not None:
-            used, q_start = make_shard(used, mesh, length, q_start), 0
-        wants_weights = as_flag("return_weights", return_weights)
-        if isinstance(used, Shard) and wants_weights:
-            raise ValueError(
-                "return_weights: wanted False with a shard, of which a rank has some tokens, got True; "
-                "gather the tokens and call the layer with the relation"
-            )
+    def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`AttentionLayer`."""
         # By their size, not their number: with tensor parallelism a rank has some of the heads.
         query, key, value = (
             each.unflatten(-1, (-1, self.head_size)).transpose(-3, -2)  # [B, H or Hk, n, D], or without B
             for each in (self.query(x), self.key(memory), self.value(memory))
         )
-        start = resolve_start(q_start, x.shape[-2], memory.shape[-2])
-        if self.rotary is not None:
-            of_queries, of_keys = (
-                (used.positions, used.key_positions) if isinstance(used, Shard) else (start, 0)
-            )
-            query, key = self.rotary(query, of_queries), self.rotary(key, of_keys)
-        dropout_p = self.dropout if self.training else 0.0
-        h = attention(
-            query,
-            key,
-            value,
-            used,
-            terms=terms,
-            softcap=self.softcap,
-            dropout_p=dropout_p,
-            q_start=start,
-        )
-        out: Tensor = self.out(join_heads(h))
-        if not wants_weights or isinstance(used, Shard):
-            return out
-        weights = attention_weights(query, key, used, terms=terms, softcap=self.softcap, q_start=start)
-        return out, weights.squeeze(-3) if self.heads == 1 else weights
+        return query, key, value
 
-    def extra_repr(self) -> str:
-        """See :class:`torch.nn.Module`."""
-        return f"{self.d_model}, heads={self.heads}, relation={self.relation!r}"
+    def join(self, h: Tensor) -> Tensor:
+        """See :class:`AttentionLayer`."""
+        out: Tensor = self.out(join_heads(h))
+        return out
 
 
 def make_shard(relation: object, mesh: object, length: object, q_start: int | Literal["end"]) -> Shard:

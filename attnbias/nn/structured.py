@@ -2,29 +2,30 @@
 
 Initialisation, scales and learning rates follow "Customizing the inductive biases of softmax attention using
 structured matrices" (Kuang et al., 2025). The output projection starts at zero, so a new layer adds nothing
-to its residual.
+to its residual. Calls take the arguments of ``RelationalAttention``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import attention
-from ..relations import Causal, Relation
+from ..relations import Causal, Full, Relation
 from ..scores.multilevel import MultiLevel, Normalize
-from ..structured import BTT
-from .relational import join_heads, split_heads
+from ..structured import BTT, MLR, StructuredMatrix
+from .cache import MultiLevelCache
+from .relational import AttentionLayer, join_heads, split_heads
 
 BASE_WIDTH = 768  # the fan-in whose learning rate is the base rate
+LEAST_FAN_IN = 16  # of a matrix that learns faster than the base rate
 WRITTEN_OUT = 256  # up to this width a CPU multiplies by a train's dense matrix faster than by its factors
 
 
-class _Structured(nn.Module):
+class _Structured(AttentionLayer):
     """The part that the layers share: values, the output projection and learning rates."""
 
     def __init__(
@@ -32,14 +33,15 @@ class _Structured(nn.Module):
         d_model: int,
         heads: int,
         relation: Relation | None,
+        dropout: float,
+        softcap: float | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        super().__init__()
         if heads < 1 or d_model % heads:
             raise ValueError(f"heads: wanted a number that divides d_model = {d_model}, got {heads}")
-        self.d_model, self.heads, self.head_size = d_model, heads, d_model // heads
-        self.relation = relation
+        super().__init__(d_model, heads, relation, dropout, softcap)
+        self.head_size = d_model // heads
         self.made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.value = self._linear()
         self.output = self._linear()
@@ -56,16 +58,14 @@ class _Structured(nn.Module):
     def _core(self, fan_in: int, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.randn(*shape, **self.made) * fan_in**-0.5)
 
-    def _finish(self, x: Tensor, query: Tensor, key: Tensor, **options: Any) -> Tensor:
-        """Attend with queries and keys [B, H, T, .] to the values of x [B, T, d_model], and project."""
-        value = split_heads(self.value(x), self.heads)
-        projected: Tensor = self.output(join_heads(attention(query, key, value, self.relation, **options)))
-        return projected
+    def join(self, h: Tensor) -> Tensor:
+        """See :class:`AttentionLayer`."""
+        out: Tensor = self.output(join_heads(h))
+        return out
 
     def fan_ins(self) -> dict[Tensor, int]:
-        """Return the fan-in of each matrix, which sets its learning rate."""
-        linear = [layer for layer in self.children() if isinstance(layer, nn.Linear)]
-        return {layer.weight: layer.in_features for layer in linear}
+        """Return the fan-in of each matrix that is not a linear layer's, which sets its learning rate."""
+        return {}
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """Group the layer's parameters by learning rate, for an optimiser; see :func:`parameter_groups`."""
@@ -85,6 +85,8 @@ class MLRAttention(_Structured):
         widths: positions per block, for each level; None halves from the sequence's length.
         normalize: as in ``MultiLevel``.
         scale: factor of the score. One level with scale 8 is the plain attention of Kuang et al.
+        dropout: fraction of the weights to drop in training.
+        softcap: bound on the scores, as in ``attention``.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -109,23 +111,53 @@ class MLRAttention(_Structured):
         widths: Sequence[int | None] | None = None,
         normalize: Normalize = "pair",
         scale: float = 1.0,
+        dropout: float = 0.0,
+        softcap: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, heads, relation, device, dtype)
+        super().__init__(d_model, heads, relation, dropout, softcap, device, dtype)
         self.score = MultiLevel(ranks, widths, normalize)
         _check_ranks(self.score.ranks, self.head_size)
-        self.scale = scale
+        self.scale: float = scale
         self.query, self.key = self._linear(), self._linear()
         self.query_norm, self.key_norm = self._norm(self.head_size), self._norm(self.head_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend among tokens x [B, T, d_model]."""
+    def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`AttentionLayer`."""
         query, key = (
-            norm(project(x).unflatten(-1, (self.heads, -1))).transpose(1, 2)
-            for project, norm in ((self.query, self.query_norm), (self.key, self.key_norm))
+            norm(project(tokens).unflatten(-1, (self.heads, -1))).transpose(-3, -2)
+            for tokens, project, norm in (
+                (x, self.query, self.query_norm),
+                (memory, self.key, self.key_norm),
+            )
         )
-        return self._finish(x, query, key, score=self.score, scale=self.scale)
+        return query, key, split_heads(self.value(memory), self.heads)
+
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, *, cache: MultiLevelCache | None = None, **options: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from each token of ``x``; see :class:`RelationalAttention`.
+
+        Args:
+            x: tokens that attend, [n, d_model] or [B, n, d_model].
+            memory: tokens that are attended to; ``x`` itself if None.
+            cache: keys and values of the tokens before ``x``, to which those of ``x`` are added. For
+                inference: no weight is dropped.
+            **options: ``relation``, ``terms``, ``q_start``, ``return_weights``, ``mesh`` and ``length``, as
+                there.
+
+        Raises:
+            ValueError: if a shape does not fit, or options do not go together.
+        """
+        if cache is None:
+            return super().forward(x, memory, **options)
+        if memory is not None or options or self.softcap or cache.score != self.score:
+            raise ValueError(
+                "cache: wanted one with the layer's score, and neither memory, options nor softcap with it"
+            )
+        relation = Full() if self.relation is None else self.relation
+        return self.join(cache.attend(*self.project(x, x), relation, scale=self.scale))
 
 
 class BilinearMLRAttention(_Structured):
@@ -141,6 +173,8 @@ class BilinearMLRAttention(_Structured):
         ranks: dimensions per slice, for each level; they sum to ``d_model / heads``.
         relation: which token attends to which.
         scaling: "sp" divides a level's score by the root of its dimensions, "mup" by its dimensions over 8.
+        dropout: fraction of the weights to drop in training.
+        softcap: bound on the scores, as in ``attention``.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -163,10 +197,12 @@ class BilinearMLRAttention(_Structured):
         relation: Relation | None = Causal(),  # noqa: B008 - a frozen value
         *,
         scaling: Literal["sp", "mup"] = "sp",
+        dropout: float = 0.0,
+        softcap: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, heads, relation, device, dtype)
+        super().__init__(d_model, heads, relation, dropout, softcap, device, dtype)
         self.ranks = tuple(ranks)
         _check_ranks(self.ranks, self.head_size)
         _check_scaling(scaling)
@@ -175,6 +211,7 @@ class BilinearMLRAttention(_Structured):
             raise ValueError(
                 f"ranks: wanted 2**(levels - 1) to divide d_model = {d_model}, got {len(ranks)} levels"
             )
+        self.scale = 1.0
         sizes = [rank * count for rank, count in zip(self.ranks, slices, strict=True)]
         self.score_size = sum(sizes)
         self.factors = [size**-0.5 if scaling == "sp" else 8 / size for size in sizes]
@@ -187,29 +224,26 @@ class BilinearMLRAttention(_Structured):
         )
         self.query_norms, self.key_norms = (nn.ModuleList(map(self._norm, sizes)) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend among tokens x [B, T, d_model]."""
-        query = [
-            part * factor
-            for part, factor in zip(self._project(x, self.query, self.query_norms), self.factors, strict=True)
-        ]
-        key = self._project(x, self.key, self.key_norms)
-        both = (torch.cat(parts, -1).transpose(1, 2) for parts in (query, key))
-        return self._finish(x, *both, scale=1.0)
-
-    def _project(self, x: Tensor, cores: nn.ParameterList, norms: nn.ModuleList) -> list[Tensor]:
-        """Project to each level's score dimensions, [B, T, H, rank * slices], the rank before the slice."""
-        parts = []
-        for core, norm in zip(cores, norms, strict=True):
-            sliced = x.unflatten(-1, core.shape[:2])  # [B, T, slices, features]
-            made = torch.einsum("btkm,kmo->btok", sliced, cap_rms(core, core.shape[1], core.shape[2]))
-            parts.append(norm(made.unflatten(2, (self.heads, -1)).flatten(3)))
-        return parts
+    def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`AttentionLayer`."""
+        # The matrices of all heads are one, whose r holds the heads, too.
+        cores = ([cap_rms(core, *core.shape[1:]) for core in side] for side in (self.query, self.key))
+        query, key = [], []
+        for level, query_norm, key_norm, factor in zip(
+            MLR(*cores).levels(x, memory), self.query_norms, self.key_norms, self.factors, strict=True
+        ):
+            of_query, of_key = (
+                part.unflatten(-2, (self.heads, -1)).flatten(-2)  # [..., n, H, r * slices]
+                for part in level
+            )
+            query.append(query_norm(of_query) * factor)
+            key.append(key_norm(of_key))
+        joined, keys = (torch.cat(parts, -1).transpose(-3, -2) for parts in (query, key))
+        return joined, keys, split_heads(self.value(memory), self.heads)
 
     def fan_ins(self) -> dict[Tensor, int]:
-        """Return the fan-in of each matrix, which sets its learning rate."""
-        cores = [*self.query, *self.key]
-        return super().fan_ins() | {core: core.shape[1] for core in cores}
+        """Return the fan-in of each core, which sets its learning rate."""
+        return {core: core.shape[1] for core in (*self.query, *self.key)}
 
 
 class BilinearBTTAttention(_Structured):
@@ -224,6 +258,8 @@ class BilinearBTTAttention(_Structured):
         relation: which token attends to which.
         rank: s of the block tensor train.
         scaling: "sp" divides the score by the root of ``d_model``, "mup" by ``d_model``.
+        dropout: fraction of the weights to drop in training.
+        softcap: bound on the scores, as in ``attention``.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -246,10 +282,12 @@ class BilinearBTTAttention(_Structured):
         *,
         rank: int = 1,
         scaling: Literal["sp", "mup"] = "sp",
+        dropout: float = 0.0,
+        softcap: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, heads, relation, device, dtype)
+        super().__init__(d_model, heads, relation, dropout, softcap, device, dtype)
         if rank < 1:
             raise ValueError(f"rank: wanted at least 1, got {rank}")
         _check_scaling(scaling)
@@ -261,7 +299,7 @@ class BilinearBTTAttention(_Structured):
         self.key_norm = self._norm(d_model)
 
     def keys(self, x: Tensor) -> Tensor:
-        """Return ``M x`` per head before its norm, [B, T, H, d_model]."""
+        """Return ``M x`` per head before its norm, [..., n, H, d_model]."""
         few, many, rank = self.shape
         right = cap_rms(self.right, many, self.heads * many * rank)
         left = cap_rms(self.left, few * rank, few)
@@ -272,20 +310,117 @@ class BilinearBTTAttention(_Structured):
             matrix = train.entries().unflatten(1, (self.heads, many)).permute(3, 4, 1, 0, 2)
             made: Tensor = (x @ matrix.reshape(self.d_model, -1)).unflatten(-1, (self.heads, -1))
             return made
-        rows = train.apply(x.flatten(0, -2).T)  # not @, which torch.compile cannot trace
-        rows = rows.view(few, self.heads, many, *x.shape[:-1])  # [i, H, j, B, T]
-        return rows.permute(3, 4, 1, 0, 2).flatten(3)
+        rows: Tensor = train.split(x, x)[1].unflatten(-1, (few, self.heads, many))
+        joined: Tensor = rows.transpose(-3, -2).flatten(-2)
+        return joined
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend among tokens x [B, T, d_model]."""
-        key = self.key_norm(self.keys(x)).transpose(1, 2)  # [B, H, T, d_model]
-        query = x[:, None].expand(-1, self.heads, -1, -1)  # shared by all heads: a stride of 0, no copy
-        return self._finish(x, query, key, scale=self.scale)
+    def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`AttentionLayer`."""
+        key = self.key_norm(self.keys(memory)).transpose(-3, -2)  # [..., H, n, d_model]
+        return _share(x, self.heads), key, split_heads(self.value(memory), self.heads)
 
     def fan_ins(self) -> dict[Tensor, int]:
-        """Return the fan-in of each matrix, which sets its learning rate."""
+        """Return the fan-in of each core, which sets its learning rate."""
         few, many, rank = self.shape
-        return super().fan_ins() | {self.right: many, self.left: few * rank}
+        return {self.right: many, self.left: few * rank}
+
+
+class BilinearAttention(_Structured):
+    """Attention by a form ``x^T M x'`` for each head, with any structured matrix for M.
+
+    The matrices are where training starts: their factors become the layer's parameters. Nothing is normalised
+    or capped. Low-rank matrices, of one level or several, score in as many dimensions as their factors have,
+    others in ``d_model``.
+
+    Args:
+        matrices: one for each head, from ``attnbias.structured``, [d_model, d_model]. They may be of several
+            kinds, on one device and of one dtype.
+        relation: which token attends to which.
+        scale: factor of the score; ``d_model**-0.5`` if None.
+        dropout: fraction of the weights to drop in training.
+        softcap: bound on the scores, as in ``attention``.
+
+    Raises:
+        TypeError: if ``matrices`` is not a list of structured matrices.
+        ValueError: if the sizes do not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnbias.nn import BilinearAttention
+        >>> from attnbias.structured import LowRank, Monarch
+        >>> blocks = Monarch(torch.randn(8, 8, 8) / 8, torch.randn(8, 8, 8) / 8)
+        >>> few = LowRank(torch.randn(64, 3) / 8, torch.randn(64, 3) / 8)
+        >>> layer = BilinearAttention([blocks, few])
+        >>> layer(torch.randn(3, 10, 64)).shape
+        torch.Size([3, 10, 64])
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[StructuredMatrix],
+        relation: Relation | None = Causal(),  # noqa: B008 - a frozen value
+        *,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+    ) -> None:
+        wanted = "matrices: wanted a list of structured matrices, one for each head"
+        if not isinstance(matrices, (list, tuple)):
+            raise TypeError(f"{wanted}, got {type(matrices).__name__}")
+        if not matrices:
+            raise ValueError(f"{wanted}, got none")
+        for matrix in matrices:
+            if not isinstance(matrix, StructuredMatrix):
+                raise TypeError(f"{wanted}, got {type(matrix).__name__} in it")
+            if matrix.shape != (matrices[0].shape[0],) * 2:
+                shapes = [list(matrix.shape) for matrix in matrices]
+                raise ValueError(f"matrices: wanted square ones of one size, got {shapes}")
+        some, d_model = matrices[0].parameters[0], matrices[0].shape[0]
+        super().__init__(d_model, len(matrices), relation, dropout, softcap, some.device, some.dtype)
+        self.scale: float = d_model**-0.5 if scale is None else scale
+        self.matrices = nn.ModuleList(map(_Factors, matrices))
+
+    def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`AttentionLayer`."""
+        queries, keys = zip(*(factors().split(x, memory) for factors in self.matrices), strict=True)
+        # A matrix without low rank leaves its queries as they are; if all do, the heads share them.
+        query = _share(x, self.heads) if all(part is x for part in queries) else _stack(queries)
+        return query, _stack(keys), split_heads(self.value(memory), self.heads)
+
+    def fan_ins(self) -> dict[Tensor, int]:
+        """Return the fan-in of each factor, but small ones: nothing caps these weights."""
+        made = [factors() for factors in self.matrices]
+        pairs = [pair for each in made for pair in zip(each.parameters, each.fan_ins, strict=True)]
+        return {factor: fan_in for factor, fan_in in pairs if fan_in >= LEAST_FAN_IN}
+
+
+class _Factors(nn.Module):
+    """A structured matrix whose tensors are this module's parameters, or buffers if they are permutations."""
+
+    def __init__(self, matrix: StructuredMatrix) -> None:
+        super().__init__()
+        self.form = matrix.with_tensors(x.to("meta") for x in matrix.tensors)  # its shape, without numbers
+        self.names: list[str] = []
+        for x in matrix.tensors:
+            is_factor = any(x is factor for factor in matrix.parameters)
+            self.names.append(f"{'factor' if is_factor else 'order'}{len(self.names)}")
+            own = x.detach().clone()
+            setattr(self, self.names[-1], nn.Parameter(own) if is_factor else nn.Buffer(own))
+
+    def forward(self) -> StructuredMatrix:
+        """Return the matrix."""
+        return self.form.with_tensors(getattr(self, name) for name in self.names)
+
+
+def _share(x: Tensor, heads: int) -> Tensor:
+    """Give all heads the same rows [..., heads, n, size]: a stride of 0, no copy."""
+    return x.unsqueeze(-3).expand(*x.shape[:-2], heads, *x.shape[-2:])
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    """Put the rows of each head together, [..., heads, n, size]; short ones end with zeros."""
+    size = max(part.shape[-1] for part in parts)
+    return torch.stack([nn.functional.pad(part, (0, size - part.shape[-1])) for part in parts], -3)
 
 
 def cap_rms(weight: Tensor, fan_in: int, fan_out: int) -> Tensor:
@@ -306,24 +441,44 @@ def factor_width(width: int) -> tuple[int, int]:
     return width // many, many
 
 
-def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, lr: float, *, exclude: Iterable[nn.Module] = ()
+) -> list[dict[str, Any]]:
     """Group a model's parameters by learning rate, for an optimiser: matrices learn at ``lr * 768 / fan_in``.
 
-    Matrices are the weights of linear layers and of the layers in this file. All other parameters, such as
-    embeddings and gains, learn at ``lr``.
+    Matrices are the capped weights of the layers in this file, and those of linear layers and of
+    ``BilinearAttention`` with a fan-in of at least 16. All other parameters, such as embeddings and gains,
+    learn at ``lr``. So does a linear layer of fewer inputs, which reads coordinates as an embedding reads an
+    index: at one input its rate would be ``lr * 768``.
+
+    Args:
+        model: its parameters are grouped.
+        lr: the base rate.
+        exclude: modules of the model whose parameters all learn at ``lr``, such as a linear layer that reads
+            one-hot tokens.
+
+    Raises:
+        ValueError: if a module to exclude is not in the model.
 
     Example:
         >>> from torch import nn
-        >>> groups = parameter_groups(nn.Sequential(nn.Embedding(9, 96), nn.Linear(96, 9)), lr=0.1)
+        >>> model = nn.Sequential(nn.Linear(1, 96), nn.Linear(96, 96), nn.Linear(96, 9))
+        >>> groups = parameter_groups(model, lr=0.1, exclude=[model[2]])
         >>> [(group["lr"], len(group["params"])) for group in groups]
-        [(0.1, 2), (0.8, 1)]
+        [(0.1, 5), (0.8, 1)]
     """
     fan_ins: dict[Tensor, int] = {}
     for module in model.modules():
         if isinstance(module, _Structured):
             fan_ins |= module.fan_ins()
-        elif isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear) and module.in_features >= LEAST_FAN_IN:
             fan_ins[module.weight] = module.in_features
+    known = set(model.modules())
+    for module in exclude:
+        if module not in known:
+            raise ValueError(f"exclude: wanted modules of the model, got another {type(module).__name__}")
+        for parameter in module.parameters():
+            fan_ins.pop(parameter, None)
     groups: dict[float, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         multiplier = BASE_WIDTH / fan_ins[parameter] if parameter in fan_ins else 1.0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..backends import sdpa, triton
 from ..backends.triton.work import describe_splits
+from ..scores.multilevel import MultiLevel
 from . import dispatch
 from .problem import Problem
 
@@ -30,6 +31,7 @@ class Explanation:
     others: dict[str, str]  # why not the others
     layout: Stats  # of all groups: heads and batch elements that share a relation share a group
     split: str = ""  # into how many GPU programs long rows are split, for each result; "" if none is
+    score: MultiLevel | None = None  # in place of the dot product
 
     def __str__(self) -> str:
         stats = self.layout
@@ -38,6 +40,7 @@ class Explanation:
             *(("not", f"{name}: {why}") for name, why in self.others.items()),
             ("tiles", f"{stats.tiles_full} full, {stats.tiles_partial} partial, of {stats.tile}"),
             ("edges", f"{stats.edges}"),
+            *((("score", repr(self.score)),) if self.score else ()),
             ("pairs", f"{stats.pairs} needed, {stats.executed} executed ({stats.waste:.2f}x)"),
             ("layout", f"{stats.bytes} bytes, {stats.patterns} patterns"),
             *((("split", self.split),) if self.split else ()),
@@ -85,7 +88,8 @@ def explain(
     others = {other: _why_not(problem, other, chosen) for other in dispatch.BACKENDS if other != chosen}
     layout = problem.lay_out()
     split = describe_splits(problem, layout) if chosen == triton.name else ""
-    return Explanation(chosen, _why(name, chosen), others, layout.stats(), split)
+    score = problem.score if isinstance(problem.score, MultiLevel) else None
+    return Explanation(chosen, _why(name, chosen), others, layout.stats(), split, score)
 
 
 def _why(asked: str | None, chosen: str) -> str:

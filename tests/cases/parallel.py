@@ -11,11 +11,20 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import attnbias as ab
-from attnbias.nn import Block, GraphAttention, RelationalAttention, Rotary
+from attnbias.nn import (
+    BilinearBTTAttention,
+    BilinearMLRAttention,
+    Block,
+    GraphAttention,
+    MLRAttention,
+    RelationalAttention,
+    Rotary,
+)
 from cases.dtensors import mesh_of
 from cases.sharded import difference
 
 SIZE = 24
+RELATION = ab.Causal() & ab.Window(before=150)
 
 
 def make_layer(relation: ab.Relation | None = None) -> RelationalAttention:
@@ -90,16 +99,27 @@ def fully_sharded(rank: int, size: int, length: int) -> list[str]:
     return compare(names, found, [*losses[0], *(p.detach() for p in one.parameters())])
 
 
-def layers_on_shards(rank: int, size: int, length: int) -> list[str]:
-    """Run layers on a shard and on a mesh, beside one process."""
-    relation, wrong = ab.Causal() & ab.Window(before=150), []
-    one = make_layer(relation)
-    x = tokens(length).requires_grad_()
+def structured_on_shards(rank: int, size: int, length: int) -> list[str]:
+    """Run layers with structured scores on a shard and on a mesh, beside one process."""
+    torch.manual_seed(0)
+    layers = [
+        MLRAttention(SIZE, 4, [3, 2, 1], RELATION, widths=[None, 96, 16], dtype=torch.float64),
+        BilinearMLRAttention(SIZE, 4, [2, 4], RELATION, dtype=torch.float64),
+        BilinearBTTAttention(SIZE, 4, RELATION, dtype=torch.float64),
+    ]
+    for layer in layers:
+        nn.init.normal_(layer.output.weight)
+    return [line for layer in layers for line in _beside_one(layer, size, length)]
+
+
+def _beside_one(one: nn.Module, size: int, length: int) -> list[str]:
+    """Run a layer with ``RELATION`` over processes, and compare it with itself in one."""
+    x, wrong = tokens(length).requires_grad_(), []
     out = one(x)
     out.square().sum().backward()
     wanted = [out.detach(), x.grad, *(p.grad for p in one.parameters())]
-    zigzag = ab.shard(relation, length, mesh_of(size), split="zigzag")
-    even = ab.shard(relation, length, mesh_of(size), split="even")
+    zigzag = ab.shard(RELATION, length, mesh_of(size), split="zigzag")
+    even = ab.shard(RELATION, length, mesh_of(size), split="even")
     for shard, options in ((zigzag, {"relation": zigzag}), (even, {"mesh": mesh_of(size), "length": length})):
         many = copy.deepcopy(one)
         many.zero_grad()
@@ -111,10 +131,17 @@ def layers_on_shards(rank: int, size: int, length: int) -> list[str]:
             torch.distributed.all_reduce(parameter.grad)
             found.append(parameter.grad)
         wrong += compare(["out", "dx", *(name for name, _ in one.named_parameters())], found, wanted)
+    return wrong
+
+
+def layers_on_shards(rank: int, size: int, length: int) -> list[str]:
+    """Run layers on a shard and on a mesh, beside one process."""
+    wrong = _beside_one(make_layer(RELATION), size, length)
+    x = tokens(length)
     graph = ab.Graph([[0, 3, length - 1], [length - 1, 0, 2]], num_nodes=length)
     layer = GraphAttention(SIZE, 2, dtype=torch.float64)
     for parameter in layer.parameters():
         torch.distributed.broadcast(parameter.data, 0)
     even = ab.shard(graph, length, mesh_of(size), split="even")
-    part = layer(even.scatter(x.detach(), 1), graph, mesh=mesh_of(size), length=length)
-    return wrong + compare(["graph"], [even.gather(part, 1)], [layer(x.detach(), graph)])
+    part = layer(even.scatter(x, 1), graph, mesh=mesh_of(size), length=length)
+    return wrong + compare(["graph"], [even.gather(part, 1)], [layer(x, graph)])

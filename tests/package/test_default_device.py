@@ -5,6 +5,7 @@ import torch
 
 import attnbias as ab
 from attnbias import nn
+from attnbias.structured import LowRank
 from attnbias.testing import random_relation
 
 
@@ -50,6 +51,7 @@ LAYERS = [
     lambda: nn.MLRAttention(8, 2, [2, 2]),
     lambda: nn.BilinearMLRAttention(8, 2, [2, 2]),
     lambda: nn.BilinearBTTAttention(8, 2),
+    lambda: nn.BilinearAttention([LowRank(torch.randn(8, 2), torch.randn(8, 2))] * 2),
 ]
 
 

@@ -28,6 +28,11 @@ def test_layers_take_a_shard_or_a_mesh(length):
     check(pool(2).run(parallel.layers_on_shards, max(length, 4)))
 
 
+@pytest.mark.parametrize("length", [4, 129, 400])
+def test_layers_with_structured_scores_take_a_shard_or_a_mesh(length):
+    check(pool(2).run(parallel.structured_on_shards, length))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

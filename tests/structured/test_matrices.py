@@ -63,6 +63,55 @@ def test_parameters_get_gradients(name):
         x.requires_grad_(False)
 
 
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("batch", [(), (2,), (0, 3)])
+def test_split_gives_the_bilinear_form(name, batch):
+    matrix = MATRICES[name]
+    x, y = draw(*batch, 5, matrix.shape[0]), draw(*batch, 4, matrix.shape[1])
+    a, b = matrix.split(x, y)
+    assert a.shape[:-1] == x.shape[:-1] and b.shape[:-1] == y.shape[:-1]
+    got, wanted = a @ b.mT, x @ matrix.dense() @ y.mT
+    assert got.shape == wanted.shape and (not got.numel() or same(got, wanted))
+
+
+def test_split_of_low_rank_is_short():
+    sizes = {
+        name: MATRICES[name].split(draw(3, n), draw(3, m))[0].shape[-1]
+        for name, (n, m) in ((name, matrix.shape) for name, matrix in MATRICES.items())
+    }
+    assert sizes["low rank"] == 2 and sizes["mlr"] == 3 + 2 * 1 + 4 * 2
+    assert sizes["btt"] == 6 and sizes["butterfly"] == 16
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_other_tensors_make_the_same_kind_of_matrix(name):
+    """Permutations are among the tensors, and do not learn."""
+    matrix = MATRICES[name]
+    twice = matrix.with_tensors(x * 2 if x.is_floating_point() else x for x in matrix.tensors)
+    factors = {"butterfly": 4, "odd butterfly": 5, "smallest butterfly": 1}.get(name, 2)
+    assert type(twice) is type(matrix)
+    assert same(twice.dense(), 2**factors * matrix.dense())
+    orders = [x for x in matrix.tensors if not any(x is each for each in matrix.parameters)]
+    assert len(orders) == (2 if name == "mlbtc" else 0)
+
+
+def test_fan_ins_are_those_of_the_sums():
+    wanted = {
+        "low rank": (6, 9),
+        "one column": (5, 1),
+        "mlr": (16, 8, 4, 24, 12, 6),
+        "btt": (5 * 2, 4),
+        "monarch": (4, 4),
+        "kronecker": (3, 4),
+        "butterfly": (2,),
+        "odd butterfly": (2,),
+        "smallest butterfly": (2,),
+        "mlbtc": (4, 5, 3, 20),
+    }
+    assert {name: matrix.fan_ins for name, matrix in MATRICES.items()} == wanted
+    assert all(len(matrix.fan_ins) == len(matrix.parameters) for matrix in MATRICES.values())
+
+
 def test_definitions_entry_by_entry():
     low = MATRICES["low rank"]
     assert same(low.dense(), torch.einsum("ir,jr->ij", low.left, low.right))

@@ -14,6 +14,7 @@ from ...backends.sdpa import attend_row
 from ...op import dispatch
 from ...op.weights import attention_weights
 from ...relations import Causal, Dense, Full, Relation, Window
+from ...scores.multilevel import MultiLevel
 from ...scores.terms import KernelTerm, PairBias, Term
 from ...sharding import Shard
 from .masks import Mask, Shards, make_mask, running
@@ -21,6 +22,7 @@ from .relations import NearestKeys
 
 NAME = "attnbias"
 RELATION = "attnbias_relation"  # the attribute of a layer that set_relation sets
+SCORE = "attnbias_score"  # the one that set_score sets
 
 # Options that models pass to every attention function and that this one ignores: the mask already holds them,
 # or other code reads them.
@@ -104,16 +106,22 @@ def attention_forward(
     mask, terms = _read_mask(module, query, key, attention_mask, options)
     terms = [*_read_bias(module, position_bias, mask.q_start), *terms]
     chosen = module.__dict__.get(RELATION)  # getattr on a module is slow when it finds nothing
-    if chosen is not None and isinstance(attention_mask, Tensor) and query.shape[2] != key.shape[2]:
-        wanted = "wanted the model's own mask, which knows the positions that the relation needs"
-        raise _refuse(module, f"attention_mask: {wanted}, got {_kind(attention_mask)}")
+    score = module.__dict__.get(SCORE)
+    for name, own in (("relation", chosen), ("score", score)):
+        if own is not None and isinstance(attention_mask, Tensor) and query.shape[2] != key.shape[2]:
+            wanted = f"wanted the model's own mask, which knows the positions that the {name} needs"
+            raise _refuse(module, f"attention_mask: {wanted}, got {_kind(attention_mask)}")
+    if score is not None:
+        _check_offset(module, score, mask.offset)
+        scaling = query.shape[3] * (query.shape[3] ** -0.5 if scaling is None else scaling)
     wants_weights = _wants_weights(options)
     if mask.shards is not None or running.shards is not None:
-        shard = _find_shard(module, mask, chosen, is_plain=not (terms or wants_weights))
+        shard = _find_shard(module, mask, chosen, is_plain=not (terms or score or wants_weights))
         numbers = {"scale": scaling, "softcap": softcap, "dropout_p": dropout}
         out = attention(query, key, value, shard, sink=s_aux, **numbers)  # type: ignore[call-overload]
         return out.transpose(1, 2).contiguous(), None
-    is_step = query.shape[2] == 1 and not dropout and not wants_weights and dispatch.asked_for(None) is None
+    is_step = query.shape[2] == 1 and not (dropout or wants_weights or score)
+    is_step = is_step and dispatch.asked_for(None) is None
     if is_step and (chosen is None or _is_plain(chosen, query.device)):
         # A layout for one row takes longer to build than the row to compute, and serves one token. So this is
         # the backend sdpa, without the checks of ``attention``: they make a small model's step 12 % longer.
@@ -125,6 +133,7 @@ def attention_forward(
     else:
         relation = mask.with_relation(chosen)
     shared = {"scale": scaling, "softcap": softcap, "sink": s_aux, "q_start": mask.q_start, "terms": terms}
+    shared["score"] = score
     out = attention(query, key, value, relation, dropout_p=dropout, **shared)  # type: ignore[call-overload]
     weights = attention_weights(query, key, relation, **shared) if wants_weights else None  # type: ignore[call-overload]
     return out.transpose(1, 2).contiguous(), weights
@@ -133,13 +142,21 @@ def attention_forward(
 def _find_shard(module: nn.Module, mask: Mask, chosen: Chosen | None, *, is_plain: bool) -> Shard:
     """Return the shard of a layer in a call over ranks."""
     if not is_plain:
-        raise _refuse(module, "mesh: wanted neither weights nor biases of positions over ranks, got them")
+        wanted = "mesh: wanted neither weights, biases of positions nor a score that was set over ranks"
+        raise _refuse(module, f"{wanted}, got them")
     shards: Shards | None = mask.shards
     found = None if shards is None else shards.of.get((mask.relation, chosen))  # type: ignore[arg-type]
     if found is None:
         wanted = "mesh: wanted the causal, sliding or bidirectional mask of the layer's type over ranks"
         raise _refuse(module, f"{wanted}, got {mask.relation!r}")
     return found
+
+
+def _check_offset(module: nn.Module, score: MultiLevel, offset: int) -> None:
+    """Raise if a sliding cache has dropped keys, from which the blocks of the score would be counted."""
+    if offset and any(score.widths or ()):
+        wanted = "score: wanted a cache that keeps all keys, since blocks are counted from the first token"
+        raise _refuse(module, f"{wanted}, got one that begins at token {offset}")
 
 
 def is_self_attention(name: str, module: nn.Module) -> bool:

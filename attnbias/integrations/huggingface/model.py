@@ -1,4 +1,4 @@
-"""Attach a model to attnbias, and set the relations of its layers."""
+"""Attach a model to attnbias, and set the relations and scores of its layers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import nn
 
 from ...relations import Relation
 from ...scores.buckets import t5_buckets
+from ...scores.multilevel import MultiLevel
 from ...scores.terms import RelativeBias
-from .forward import NAME, RELATION, Chosen, NoBias, is_attention, is_cross, register
+from .forward import NAME, RELATION, SCORE, Chosen, NoBias, is_attention, is_cross, register
 from .relations import NearestKeys
 from .sharded import shard_model
 
@@ -71,24 +72,53 @@ def set_relation(
         TypeError: if ``relation`` is none of these.
         ValueError: if the model has no such attention layer.
     """
-    if isinstance(relation, Relation | NearestKeys) or relation is None:
-        given: Callable[[int], Chosen | None] = lambda layer: relation  # noqa: E731
-    elif callable(relation):
-        given = relation
-    else:
-        raise TypeError(f"relation: wanted a relation, a function of the layer or None, got {relation!r}")
-    found = 0
-    for name, module in model.named_modules():
-        if is_attention(module) and is_cross(name, module) == cross:
+    for module, chosen in _by_layer(model, "relation", relation, (Relation, NearestKeys), cross=cross):
+        setattr(module, RELATION, chosen)
+
+
+def set_score(model: nn.Module, score: MultiLevel | Callable[[int], MultiLevel | None] | None) -> None:
+    """Score near tokens in more dimensions than far ones, in the self-attention of a model.
+
+    The model's own factor stays: one level of all dimensions is the model's own score. Blocks are counted
+    from the first token of a row, padding included, so that decoding equals the whole sequence at once.
+
+    Args:
+        model: an attached model, or a part of it.
+        score: one for every layer, or a function from a layer's number to one; None removes it. Its ranks sum
+            to the head size, and it has widths, since calls differ in length.
+
+    Raises:
+        TypeError: if ``score`` is none of these.
+        ValueError: if it has no widths, or the model has no attention layer.
+    """
+    layers = _by_layer(model, "score", score, (MultiLevel,), cross=False)
+    for _, chosen in layers:
+        if chosen is not None and chosen.widths is None:
+            raise ValueError("score: wanted widths, which stay while the sequence grows, got None")
+    for module, chosen in layers:
+        setattr(module, SCORE, chosen)
+
+
+def _by_layer(
+    model: nn.Module, name: str, given: Any, kinds: tuple[type, ...], *, cross: bool
+) -> list[tuple[nn.Module, Any]]:
+    """Return each attention layer with what was given for it: a value, None, or a function of its number."""
+    wanted = " or ".join(kind.__name__ for kind in kinds)
+    is_value = given is None or isinstance(given, kinds)
+    if not is_value and not callable(given):
+        raise TypeError(f"{name}: wanted a {wanted}, a function of the layer or None, got {given!r}")
+    found: list[tuple[nn.Module, Any]] = []
+    for path, module in model.named_modules():
+        if is_attention(module) and is_cross(path, module) == cross:
             number = getattr(module, "layer_idx", None)
-            chosen = given(found if number is None else number)
-            if not isinstance(chosen, Relation | NearestKeys | None):
-                raise TypeError(f"relation: wanted a function that returns relations or None, got {chosen!r}")
-            setattr(module, RELATION, chosen)
-            found += 1
+            chosen = given if is_value else given(len(found) if number is None else number)
+            if not isinstance(chosen, (*kinds, type(None))):
+                raise TypeError(f"{name}: wanted a function that returns a {wanted} or None, got {chosen!r}")
+            found.append((module, chosen))
     if not found:
         kind = "cross-attention" if cross else "attention"
         raise ValueError(f"model: wanted one with {kind} layers, found none in {type(model).__name__}")
+    return found
 
 
 def _position_bias(

@@ -365,10 +365,12 @@ def test_relations_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=f"relation: this Graph is for 9 keys, got k_len = {LENGTH}"):
         model(**given)
     with pytest.raises(
-        TypeError, match="relation: wanted a relation, a function of the layer or None, got 3"
+        TypeError, match="relation: wanted a Relation or NearestKeys, a function of the layer or None, got 3"
     ):
         hf.set_relation(model, 3)
-    with pytest.raises(TypeError, match="wanted a function that returns relations or None, got 'x'"):
+    with pytest.raises(
+        TypeError, match="wanted a function that returns a Relation or NearestKeys or None, got 'x'"
+    ):
         hf.set_relation(model, lambda layer: "x")
     with pytest.raises(ValueError, match=r"model: wanted one with cross-attention layers, .* GPT2LMHead"):
         hf.set_relation(model, ab.Full(), cross=True)
