@@ -136,6 +136,12 @@ def test_values_compare_hash_and_pickle_by_content():
     assert len({ab.Causal(), ab.Causal(), ab.Full()}) == 2
 
 
+def test_one_number_of_any_stride_is_hashed():
+    """A relation of a single number that was cut from a tensor of stride 0 had no hash, so did not run."""
+    start = torch.zeros(1, dtype=torch.int64).as_strided((1, 1), (1, 0))
+    assert hash(ab.Ranges(start, start + 1)) == hash(ab.Ranges([[0]], [[1]]))
+
+
 def test_where_is_equal_by_function_and_pickles_with_it():
     assert ab.Where(_diagonal) == ab.Where(_diagonal)
     assert ab.Where(_diagonal) != ab.Where(lambda q, k: q == k)
