@@ -2,8 +2,8 @@
 
 Clift et al., "Logic and the 2-simplicial transformer"; Roy et al., "Fast and simplex". It takes two calls of
 ``attention``. For one second key k, the scores of query i are those of the query ``q_i * k2_k`` among the
-first keys. So the pairs (i, k) are the rows of a first attention. In a second one each query attends to its own
-rows, whose scores are the log-sum-exps of the first.
+first keys. So the pairs (i, k) are the rows of a first attention. In a second one each query attends to its
+own rows, whose scores are the log-sum-exps of the first.
 """
 
 from __future__ import annotations
