@@ -117,6 +117,23 @@ def test_offset_of_zero_is_no_offset():
     assert turned == ab.Neighborhood((2, 3), 0, offset=(0, -1)) and plain.T is plain
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"offset": (1, 2, 3)}, ValueError, r"offset: wanted one for each of 2 axes, got \(1, 2, 3\)"),
+        ({"offset": 0.5}, TypeError, "offset: wanted an integer, got 0.5"),
+        (
+            {"offset": -1, "border": "clamp"},
+            ValueError,
+            r"offset: wanted 0 with border='clamp', got \(-1, -1\)",
+        ),
+    ],
+)
+def test_wrong_offsets_are_named(options, error, words):
+    with pytest.raises(error, match=f"^{words}"):
+        ab.Neighborhood((5, 6), 1, **options)
+
+
 # -- convolutions ----------------------------------------------------------------------------------
 
 
