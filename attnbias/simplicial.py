@@ -100,7 +100,8 @@ def simplicial_attention(
         lse[i] = logsumexp(score)                                    # one softmax over all (j, k)
         out[i] = sum of exp(score[j, k] - lse[i]) * value[j] * value2[k]
 
-    A query without a triple gets out 0, lse -inf and gradients 0. It can be differentiated once.
+    A query without a triple gets out 0, lse -inf and gradients 0. It can be differentiated once. It runs in
+    autocast and, with a break of the graph where the rows are listed, in ``torch.compile``.
 
     Each pair (i, k) of ``second`` becomes a row of D and E numbers per head, so the relation with fewer pairs
     should be the second. ``pairs_at_once`` bounds the rows in memory: if there are more, they are computed in
@@ -163,7 +164,9 @@ def simplicial_attention(
         room = PASSING_BYTES if query.device.type == "cpu" and not is_kept else KEPT_BYTES
         pairs_at_once = max(1, room // max(1, B * H * max(D, E) * query.element_size()))
     at_once = as_count("pairs_at_once", pairs_at_once, 1)
-    parts = _make_parts(first, second, between, Q, K2, one.q_start, (B, H), at_once)
+    # NumPy lists the rows: a break in a compiled graph, not code to trace.
+    make = torch.compiler.disable(_make_parts) if torch.compiler.is_compiling() else _make_parts
+    parts = make(first, second, between, Q, K2, one.q_start, (B, H), at_once)
     run = _attend_again if is_kept and len(parts) > 1 else _attend
     results = [run(part, one.scale, *tensors) for part in parts]
     out, lse = (torch.cat(each, 2) for each in zip(*results, strict=True))

@@ -89,11 +89,27 @@ def draw(batch: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     return tokens, (sums % MODULUS == 0).any(-1)
 
 
+def draw_held_out() -> tuple[Tensor, Tensor]:
+    """Draw the tokens on which all models are measured."""
+    return draw(500, torch.Generator().manual_seed(10**6))
+
+
+def guess() -> float:
+    """Return the accuracy of the more frequent label."""
+    share = float(draw_held_out()[1].float().mean())
+    return round(max(share, 1 - share), 4)
+
+
 @torch.no_grad()
 def accuracy_of(model: nn.Module) -> float:
-    """Return the share of right labels on tokens that all models share."""
-    tokens, labels = draw(500, torch.Generator().manual_seed(10**6))
+    """Return the share of right labels."""
+    tokens, labels = draw_held_out()
     return float(((model(tokens)[:, BEFORE:] > 0) == labels).float().mean())
+
+
+def steps_of_checks(steps: int) -> list[int]:
+    """Return the steps after which the accuracy is measured."""
+    return sorted({-(-steps * check // CHECKS) for check in range(1, CHECKS + 1)})
 
 
 def run(name: str, seed: int, steps: int) -> dict[str, Any]:
@@ -103,7 +119,7 @@ def run(name: str, seed: int, steps: int) -> dict[str, Any]:
     model = Model(*MODELS[name])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
-    curve = []
+    curve, checks = [], steps_of_checks(steps)
     with Bar(f"{name}, seed {seed}", steps) as bar:
         for step in range(1, steps + 1):
             tokens, labels = draw(BATCH, rng)
@@ -112,20 +128,20 @@ def run(name: str, seed: int, steps: int) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             schedule.step()
-            if step % max(1, steps // CHECKS) == 0 or step == steps:
-                curve.append((step, round(accuracy_of(model), 4)))
+            if step in checks:
+                curve.append(round(accuracy_of(model), 4))
             bar.advance(f"loss {loss.item():.3f}")
     return {
         "model": name,
         "seed": seed,
         "parameters": sum(x.numel() for x in model.parameters()),
-        "accuracy": curve[-1][1],
+        "accuracy": curve[-1],
         "curve": curve,
         "seconds": round(time.monotonic() - started),
     }
 
 
-def plot(runs: list[dict[str, Any]], path: Path) -> None:
+def plot(runs: list[dict[str, Any]], steps: int, path: Path) -> None:
     """Plot the accuracy of each run by step."""
     import matplotlib
 
@@ -135,9 +151,9 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(5, 3.5), dpi=100)
     for number, name in enumerate(MODELS):
         for each in (each for each in runs if each["model"] == name):
-            steps, accuracy = zip(*each["curve"], strict=True)
             label = name if each["seed"] == 0 else None
-            axes.plot(steps, [100 * x for x in accuracy], color=f"C{number}", label=label)
+            accuracy = [100 * x for x in each["curve"]]
+            axes.plot(steps_of_checks(steps), accuracy, color=f"C{number}", label=label)
     axes.set(xlabel="steps", ylabel="right labels, %")
     axes.legend()
     figure.tight_layout()
@@ -159,10 +175,10 @@ def main() -> None:
         for name in given.models:
             runs.append(run(name, seed, given.steps))
             print(f"{name}, seed {seed}: {runs[-1]['accuracy']:.1%} in {runs[-1]['seconds']} s", flush=True)
-        settings = {"steps": given.steps, "torch": torch.__version__, "threads": torch.get_num_threads()}
+        settings = {"steps": given.steps, "guess": guess(), "torch": torch.__version__}
         # Written after each seed, so that an interrupted run keeps its results.
         (given.out / "match3.json").write_text(json.dumps({**settings, "runs": runs}, indent=1) + "\n")
-        plot(runs, given.out / "match3.png")
+        plot(runs, given.steps, given.out / "match3.png")
     for name in given.models:
         found = [each["accuracy"] for each in runs if each["model"] == name]
         spread = statistics.stdev(found) if len(found) > 1 else 0

@@ -228,6 +228,35 @@ def test_lower_precision_is_no_worse_than_the_definition_in_it(dtype):
         assert_no_worse(name, mine, same, exact, 2 if name in ("out", "lse") else 3, magnitude=size)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("at_once", [None, 30])
+def test_compiled_function_gives_the_same(at_once):
+    tensors = [x.requires_grad_() for x in make(21, dtype=torch.float32)]
+
+    def attend(*tensors):
+        given = ab.Window(before=6), ab.Window(before=3), ab.Causal()
+        return 2 * ab.simplicial_attention(*tensors, *given, pairs_at_once=at_once)
+
+    compiled = torch.compile(attend, backend="aot_eager")
+    for _ in range(2):
+        outs = [attend(*tensors), compiled(*tensors)]
+        grads = [torch.autograd.grad(out.square().sum(), tensors) for out in outs]
+        assert torch.equal(*outs)
+        assert all(map(torch.equal, *grads))
+
+
+def test_autocast_computes_in_bfloat16():
+    tensors = make(21, dtype=torch.float32)
+    given = ab.Window(before=6), ab.Window(before=3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = ab.simplicial_attention(*tensors, *given, return_lse=True)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    exact, lower = (
+        define(*(x.to(t) for x in tensors), *given, None, 6**-0.5)[0] for t in (torch.double, out.dtype)
+    )
+    assert_no_worse("out", out, lower, exact)
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
