@@ -8,6 +8,10 @@ and one layer of triples. They share embedding, heads and MLP.
 
     python examples/match3.py [--seeds 5] [--steps 400]
 
+After 400 steps, with five seeds, one layer of triples had 99.7 % of the labels right, two layers of pairs
+91.4 %, one layer of pairs 74.6 %; a guess has 52 %. One layer of pairs was still learning: with 3,200 steps
+(`--models "one layer of pairs" --steps 3200 --seeds 2`) it reached 86 %.
+
 It writes results/match3.json and .png and takes three minutes on two cores. Needs matplotlib.
 """
 
