@@ -1,10 +1,11 @@
 """Attention that computes only the relations you assume.
 
 Start with ``attention``. The other modules here are ``arguments`` (checks that every folder may use),
-``native`` (opens the C++ library) and ``structured`` (structured matrices). The folders, from the bottom:
-``sets``, ``layouts``, ``relations``, ``recipes``, ``scores``, ``backends``, ``op``, ``sharding``, then
-``testing`` and ``symmetry``, then ``nn`` and ``integrations``, then ``report``, which also imports the
-benchmarks. A folder imports only those before it; docs/architecture.md explains why.
+``native`` (opens the C++ library), ``simplicial`` (attention over triples) and ``structured`` (structured
+matrices). The folders, from the bottom: ``sets``, ``layouts``, ``relations``, ``recipes``, ``scores``,
+``backends``, ``op``, ``sharding``, then ``testing`` and ``symmetry``, then ``nn`` and ``integrations``, then
+``report``, which also imports the benchmarks. A folder imports only those before it; docs/architecture.md
+explains why.
 """
 
 from . import recipes, testing
@@ -47,6 +48,7 @@ from .scores.buckets import linear_buckets, t5_buckets
 from .scores.multilevel import MultiLevel
 from .scores.terms import ALiBi, EdgeBias, GridBias, KeyBias, PairBias, RelativeBias
 from .sharding import Shard, shard
+from .simplicial import simplicial_attention
 from .testing.verify import verify
 
 __version__ = "0.2.0"
@@ -97,6 +99,7 @@ __all__ = [
     "merge",
     "recipes",
     "shard",
+    "simplicial_attention",
     "t5_buckets",
     "testing",
     "topk_blocks",

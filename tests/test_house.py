@@ -44,6 +44,7 @@ LAYERS = (
     ("attnbias.op",),
     ("attnbias.attention",),
     ("attnbias.sharding",),
+    ("attnbias.simplicial",),
     ("attnbias.testing", "attnbias.symmetry", "attnbias.structured"),
     ("attnbias.nn", "attnbias.integrations"),
     ("attnbias",),  # its __init__ only

@@ -3,7 +3,8 @@
 ``relation`` has the base class, ``value`` what makes its subclasses values, ``algebra`` what ``& | ~ .T``
 make of them. The relations: ``patterns`` compare positions; ``grids``, ``lengths``, ``documents``,
 ``ranges``, ``tree``, ``blocks``, ``graph``, ``neighbors`` and ``predicate`` (functions and masks) hold data;
-``choice`` holds one relation per head or batch, ``portion`` some heads and batches of a relation.
+``choice`` holds one relation per head or batch, ``portion`` some heads and batches of a relation, ``picked``
+some queries of one.
 
 They share ``tables`` (data by batch and head), ``listing`` (pairs stored one by one), ``orders`` (of
 nodes), ``graph_inputs`` and ``range_forms`` (graphs and ranges of other libraries) and ``pointwise``

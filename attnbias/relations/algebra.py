@@ -248,8 +248,8 @@ class Not(_One):
         return f"(~{self.relation!r})"
 
 
-class _Moved(_One):
-    """Pairs that the relation relates at other positions."""
+class Moved(_One):
+    """Pairs that the relation relates at other positions, which a subclass gives as a rule and exactly."""
 
     def _source(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the positions of pairs in the relation, and which exist there (None: all)."""
@@ -276,7 +276,7 @@ class _Moved(_One):
         raise NotImplementedError
 
 
-class Transposed(_Moved):
+class Transposed(Moved):
     """The reverse relation; written ``a.T``."""
 
     @property
@@ -330,7 +330,7 @@ def shifted(relation: Relation, distance: int) -> Relation:
     return relation if distance == 0 else Shifted(relation, distance)
 
 
-class Shifted(_Moved):
+class Shifted(Moved):
     """The relation with every key moved; written ``a.shift(n)``."""
 
     distance: int
@@ -364,7 +364,7 @@ class Shifted(_Moved):
         return f"{self.relation!r}.shift({self.distance})"
 
 
-class Permuted(_Moved):
+class Permuted(Moved):
     """The relation among relabelled tokens; written ``a.permute(order)``."""
 
     order: Tensor  # [L]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +25,8 @@ class Neighborhood(Relation):
         causal: along a causal axis only the tokens up to the query's own: radius + 1 of them.
         border: "cut" drops what lies outside the grid; "clamp" moves the window inside, so that every
             query has as many keys (NATTEN's rule, see :meth:`from_kernel`; causal axes are always cut).
+        offset: from the query to the middle of its neighbours along each axis (or one for all); with radius 0
+            it is one tap of a convolution. It must be 0 where the border is "clamp".
 
     Example:
         >>> import attnbias as ab
@@ -35,6 +37,13 @@ class Neighborhood(Relation):
         ...##.
         ...###
         ....##
+        >>> print(ab.Neighborhood((2, 3), radius=0, offset=(0, 1)).picture(6, 6))
+        .#....
+        ..#...
+        ......
+        ....#.
+        .....#
+        ......
     """
 
     shape: Sequence[int]
@@ -42,6 +51,7 @@ class Neighborhood(Relation):
     dilation: int | Sequence[int] = 1
     causal: bool | Sequence[bool] = False
     border: str = "cut"
+    offset: int | Sequence[int] = 0
 
     def __post_init__(self) -> None:
         shape = self.shape if isinstance(self.shape, Sequence) else (self.shape,)
@@ -49,15 +59,19 @@ class Neighborhood(Relation):
             raise ValueError(f"shape: wanted one to three axes, got {self.shape!r}")
         axes = len(shape)
         object.__setattr__(self, "shape", tuple(as_count("shape", n, 1) for n in shape))
-        for name, least in (("radius", 0), ("dilation", 1)):
+        for name, least in (("radius", 0), ("dilation", 1), ("offset", -(2**31))):
             each = tuple(as_count(name, n, least) for n in _per_axis(name, getattr(self, name), axes))
             object.__setattr__(self, name, each)
+        if not any(self._offsets):
+            object.__setattr__(self, "offset", 0)  # as if it was not given
         causal = tuple(bool(c) for c in _per_axis("causal", self.causal, axes))
         object.__setattr__(self, "causal", causal)
         if self.border not in ("cut", "clamp"):
             raise ValueError(f"border: wanted 'cut' or 'clamp', got {self.border!r}")
         as_count("shape", self.lengths[0])
-        for n, r, d, c in self._axes():
+        if self.border == "clamp" and self.offset != 0:
+            raise ValueError(f"offset: wanted 0 with border='clamp', got {self.offset!r}")
+        for n, r, d, c, _ in self._axes():
             if self.border == "clamp" and not c and (2 * r + 1) * d > n:
                 raise ValueError(
                     f"radius: border='clamp' wants (2 * radius + 1) * dilation <= {n} tokens "
@@ -104,8 +118,12 @@ class Neighborhood(Relation):
         radius = [n - 1 if c else n // 2 for n, c in zip(sizes, causal, strict=True)]
         return cls(shape, radius, dilation, causal, "clamp")
 
-    def _axes(self) -> list[tuple[int, int, int, bool]]:
-        each: Any = (self.shape, self.radius, self.dilation, self.causal)
+    @property
+    def _offsets(self) -> tuple[int, ...]:
+        return _per_axis("offset", self.offset, len(self.shape))
+
+    def _axes(self) -> list[tuple[int, int, int, bool, int]]:
+        each: Any = (self.shape, self.radius, self.dilation, self.causal, self._offsets)
         return list(zip(*each, strict=True))
 
     @property
@@ -114,7 +132,7 @@ class Neighborhood(Relation):
         return tokens, tokens
 
     def _first_step(self, x: Any, n: int, r: int, d: int, causal: bool) -> Any:
-        """Return the place of the window's first token among those of x's own dilation class, ``x % d``."""
+        """Return the place of the first token around x among those of x's own dilation class, ``x % d``."""
         first = x // d - r
         if self.border == "clamp" and not causal:
             last = ceil_div(n - x % d, d) - (2 * r + 1)
@@ -126,23 +144,25 @@ class Neighborhood(Relation):
         tokens = self.lengths[0]
         near = (q >= 0) & (q < tokens) & (k >= 0) & (k < tokens)
         block = tokens
-        for n, r, d, causal in self._axes():
+        for n, r, d, causal, offset in self._axes():
             block //= n
             x, y = q // block % n, k // block % n
-            first = self._first_step(x, n, r, d, causal)
-            step = y // d - first
-            near = near & (y % d == x % d) & (step >= 0) & (step <= 2 * r)
+            middle = x + offset
+            step = y // d - self._first_step(middle, n, r, d, causal)
+            near = near & (y % d == middle % d) & (step >= 0) & (step <= 2 * r)
             if causal:
                 near = near & (y <= x)
         return near
 
-    def _axis_table(self, n: int, r: int, d: int, causal: bool) -> Ints:
-        """Return the related coordinates of each coordinate, [n, 2 r + 1], -1 where there is none."""
-        r = min(r, n)  # beyond the axis there is nothing
+    def _axis_table(self, n: int, r: int, d: int, causal: bool, offset: int) -> Ints:
+        """Return the related coordinates of each coordinate, [n, at most 2 r + 1], -1 where there is none."""
         x = np.arange(n)[:, None]
-        steps = self._first_step(x, n, r, d, causal) + np.arange(2 * r + 1)
-        y = steps * d + x % d
-        exists = (steps >= 0) & (y < n) & ((y <= x) | (not causal))
+        middle = x + offset
+        first = self._first_step(middle, n, r, d, causal)
+        begin, end = first.clip(0), (first + 2 * r).clip(max=(n - 1 - middle % d) // d) + 1  # on the axis
+        steps = begin + np.arange(max(int((end - begin).max()), 1))
+        y = steps * d + middle % d
+        exists = (steps < end) & ((y <= x) | (not causal))
         return np.where(exists, y, -1)
 
     def _bind(self, at: Place) -> Bound:
@@ -167,6 +187,8 @@ class Neighborhood(Relation):
             exists = near >= 0
             start = np.where(exists, near, n).min(1)
             stop = np.where(exists, near, -1).max(1) + 1
+            some = start[row] < stop[row]
+            row, lead = row[some], lead[some]
             return at.bind_ranges(row, lead * n + start[row], lead * n + stop[row])
         key = lead[:, None] * n + near[row]
         exists = near[row] >= 0
@@ -174,7 +196,19 @@ class Neighborhood(Relation):
 
     @property
     def _symmetric(self) -> bool:
-        return self.border == "cut" and not any(causal for *_, causal in self._axes())
+        return self._turns_with_offset and self.offset == 0
+
+    @property
+    def _turns_with_offset(self) -> bool:
+        """Whether the reverse relation is the one of the opposite offset."""
+        return self.border == "cut" and not any(cast(Sequence[bool], self.causal))
+
+    @property
+    def T(self) -> Relation:
+        if self._symmetric or not self._turns_with_offset:
+            return super().T
+        back = tuple(-each for each in self._offsets)
+        return Neighborhood(self.shape, self.radius, self.dilation, self.causal, self.border, back)
 
 
 def _per_axis(name: str, given: Any, axes: int) -> tuple[Any, ...]:

@@ -118,7 +118,9 @@ class Value:
 def hashable(value: Any) -> Hashable:
     """Return what stands for a field when values are compared: its content, or the object itself."""
     if isinstance(value, Tensor):
-        array = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        # Cloned, because contiguous() leaves a single number the stride of whatever it was cut from.
+        whole = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        array = whole.view(-1).view(torch.uint8).numpy()
         return tuple(value.shape), value.dtype, array.tobytes()
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype.str, value.tobytes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -161,14 +161,21 @@ def examine() -> Theory:
 
 
 def backends() -> dict[str, Attend]:
-    """Return attention on each backend, by name."""
+    """Return attention on each backend, by name; ``run`` is a function to run there in its place."""
 
     def named(name: str) -> Attend:
-        def attend(query: Tensor, key: Tensor, value: Tensor, relation: Relation, **options: Any) -> Tensor:
+        def attend(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            relation: Relation,
+            run: Callable[..., Tensor] = attention,
+            **options: Any,
+        ) -> Tensor:
             place = "cuda" if dispatch.KERNELS["cuda"] == name and torch.cuda.is_available() else "cpu"
             q, k, v = query.to(place), key.to(place), value.to(place)
-            out: Tensor = attention(q, k, v, relation, backend=name, **options)
-            return out.cpu()
+            with dispatch.use_backend(name):
+                return run(q, k, v, relation, **options).cpu()
 
         return attend
 

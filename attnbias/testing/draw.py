@@ -134,7 +134,8 @@ def _random_leaf(rng: random.Random, q_len: int, k_len: int, batch: int, heads: 
             return relations.Window(before=few(4))
         shape = next(((n, q_len // n) for n in (4, 3, 2) if q_len % n == 0), (q_len,))
         radius = 0 if border == "clamp" and min(shape) < 3 else 1
-        return relations.Neighborhood(shape, radius, causal=rng.random() < 0.3, border=border)
+        offset = [few(2, -2) for _ in shape] if border == "cut" and rng.random() < 0.5 else 0
+        return relations.Neighborhood(shape, radius, causal=rng.random() < 0.3, border=border, offset=offset)
 
     def graph() -> Relation:
         edges = few(3 * (q_len + 1)) if q_len and k_len else 0

@@ -11,8 +11,10 @@ from cases import ROOT
 EXAMPLES = ROOT / "examples"
 QUICK = {
     "char_lm.py": ["--widths", "32", "--steps", "10", "--seeds", "1", "--limit", "100000"],
+    "convolution.py": [],
     "huggingface_speed.py": ["--tokens", "300", "--rounds", "1"],
     "icl_regression.py": ["--n", "4", "--widths", "16", "--steps", "20"],
+    "match3.py": ["--steps", "10", "--seeds", "1"],
     "pack_rollouts.py": ["--rollouts", "3", "--prompt", "40", "--answer", "20"],
     "paper_models.py": [],
     "shard_graph.py": ["airfoil", "--steps", "3"],
@@ -25,8 +27,10 @@ QUICK = {
 }
 SEEN = {
     "char_lm.py": "char_lm.png",
+    "convolution.py": "25 heads differ",
     "huggingface_speed.py": "64 tokens after 512, 10 of them padding",
     "icl_regression.py": "icl_regression.png",
+    "match3.py": "match3.png",
     "pack_rollouts.py": "of the tokens",
     "paper_models.py": "Unlimiformer, sparse attention",
     "shard_graph.py": "3 steps in",

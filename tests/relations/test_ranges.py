@@ -214,3 +214,9 @@ def test_bad_ranges_raise_one_sentence(make: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+def test_one_number_of_any_stride_is_hashed():
+    """A relation of a single number that was cut from a tensor of stride 0 had no hash, so did not run."""
+    start = torch.zeros(1, dtype=torch.int64).as_strided((1, 1), (1, 0))
+    assert hash(ab.Ranges(start, start + 1)) == hash(ab.Ranges([[0]], [[1]]))

@@ -316,3 +316,18 @@ def test_buckets_are_copied_to_a_device_once():
 def test_lengths_of_zero_have_no_buckets():
     cpu_device = torch.device("cpu")
     assert not buckets.buckets_of_distances(ab.linear_buckets(2), 5, 0, 0, 0, cpu_device).numel()
+
+
+def test_logarithm_of_a_gate_multiplies_the_weights_by_it():
+    """Zeris's energy gate: a gate per key and head on the weights, which are normalised again."""
+    q, k, v = make_inputs(0, 2, 3, 3, 17, 17, 8, 8, torch.float64)
+    relation = ab.Causal() & ab.Documents([0] * 9 + [-1] + [1] * 7)
+    gate = torch.sigmoid(
+        torch.randn(2, 3, 17, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    )
+    weights = ab.attention_weights(q, k, relation) * gate[:, :, None]
+    wanted = (
+        weights / weights.sum(-1, keepdim=True).masked_fill(~relation.dense(17, 17).any(-1)[:, None], 1) @ v
+    )
+    got = ab.attention(q, k, v, relation, terms=[ab.KeyBias(gate.log())])
+    assert (got - wanted).abs().max() < 1e-14

@@ -56,7 +56,8 @@ def test_a_dropped_pair_is_found(monkeypatch):
     assert soak.find_faults(drawn, "rows")
 
 
-@pytest.mark.parametrize(("small", "wanted"), [(False, 2947496284), (True, 3033262591)])
+# The second number is that of version 0.1.0 with offsets of neighbourhoods, which are drawn, too, since then.
+@pytest.mark.parametrize(("small", "wanted"), [(False, 2947496284), (True, 2491399033)])
 def test_a_seed_draws_the_same_problem_in_every_version(small, wanted):
     """A seed that failed once is reported, so it must keep drawing the same problem."""
     code = 0

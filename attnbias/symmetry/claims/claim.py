@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...relations import Relation
 
-Attend = Callable[..., Tensor]  # (query, key, value, relation, **options of attention) -> out
+Attend = Callable[..., Tensor]  # (query, key, value, relation, **options of attention or run=) -> out
 Check = Callable[[Attend, Relation], list[str]]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from ..properties import properties
 from .claim import Attend
 
 Tokens = tuple[Tensor, Tensor, Tensor]  # query [B, 1, Q, D], key [B, 1, K, D], value [B, 1, K, E]
+
+R = TypeVar("R", bound=Relation)
 
 TOKENS = 8  # in most checks
 MEMORY = 5  # input tokens of encoder-decoder attention
@@ -40,6 +42,12 @@ _NAMES: dict[Relation, str] = {
     CHAIN: "a directed chain",
     RING: "a directed ring",
 }
+
+
+def called(words: str, relation: R) -> R:
+    """Give a relation a name for the report, and return it."""
+    _NAMES[relation] = words
+    return relation
 
 
 def words_of(relation: Relation) -> str:
