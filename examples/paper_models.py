@@ -109,7 +109,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         row = first[model]
         related = [[mark == "#" for mark in line] for line in row["picture"]]
         axes.imshow(related, cmap=ListedColormap(["#f3f3f3", "#1f5a99"]), vmin=0, vmax=1)
-        words = f"{100 * row['share']:.2g} % of pairs; {100 * row['accuracy']:.1f} % right"
+        of_pairs = f"{row['share']:.0%}" if row["share"] > 0.1 else f"{row['share']:.2%}"
+        words = f"{of_pairs} of pairs, {row['accuracy']:.1%} right"
         axes.set_title(f"{model}, {row['attention']}\n{words}", fontsize="medium")
     figure.savefig(path)
     pyplot.close(figure)
