@@ -6,7 +6,7 @@ none of them. An inductive bias should help if it fits the data, and must hurt i
 (2022) show that attention learns such sparse functions from a number of samples that grows as log T.
 
     python examples/sparse_and.py            # two slices of the grid: three to four minutes on one core
-    python examples/sparse_and.py --full     # the whole grid, to 1,024 tokens: about half an hour
+    python examples/sparse_and.py --full     # the whole grid, to 1,024 tokens: four times as long or more
 
 Bits are 1 with probability 2^(-1/3), so that bits which do not matter look like those that do. Half of the
 samples of every set have label 1, so that chance is 50 %. The same bits alone, without the label's three,
