@@ -192,6 +192,9 @@ class Products(NamedTuple):
     of_block: bool
 
 
+TF32 = 2  # the type of an operand, in the descriptor of a tcgen05 product
+
+
 def tensor_fma(ins: Sequence[Ins], i: int) -> Products:
     """Count the multiply-adds of tensor instruction i, and the operand bytes that it reads itself."""
     x = ins[i]
@@ -200,8 +203,7 @@ def tensor_fma(ins: Sequence[Ins], i: int) -> Products:
         is_a_shared = not re.match(r"R\w+, R\d+", x.args)
         return Products(m * n * k / 4, 2 * k * (n + (m if is_a_shared else 0)) / 4, False)
     if x.base.startswith("UTC"):
-        m, n = _tcgen05_shape(ins, i)
-        k = 16 if x.base == "UTCHMMA" else 32
+        m, n, k = _tcgen05_shape(ins, i)
         is_a_shared = not x.args.startswith("tmem")
         return Products(m * n * k, 2 * k * (n + (m if is_a_shared else 0)), True)
     found = re.search(r"\.(16816|1688|16832|884)\b", x.op)
@@ -210,8 +212,8 @@ def tensor_fma(ins: Sequence[Ins], i: int) -> Products:
     return Products({"16816": 2048, "1688": 1024, "16832": 4096, "884": 256}[found[1]], 0, False)
 
 
-def _tcgen05_shape(ins: Sequence[Ins], i: int) -> tuple[int, int]:
-    """Decode m and n from the descriptor: the last constant in its register, here or for an earlier one."""
+def _tcgen05_shape(ins: Sequence[Ins], i: int) -> tuple[int, int, int]:
+    """Decode m, n, k from the descriptor: the last constant in its register, here or for an earlier one."""
     for at in range(i, -1, -1):
         found = re.search(r"idesc\[(UR\d+)\]", ins[at].args) if ins[at].base.startswith("UTC") else None
         if found is None:
@@ -220,7 +222,9 @@ def _tcgen05_shape(ins: Sequence[Ins], i: int) -> tuple[int, int]:
         for x in reversed(ins[:at]):
             if x.base == "UMOV" and (value := write.match(x.args)):
                 bits = int(value[1], 16)
-                return (bits >> 24 & 31) << 4, (bits >> 17 & 63) << 3
+                is_tf32 = ins[i].base == "UTCHMMA" and bits >> 7 & 7 == TF32
+                k = 8 if is_tf32 else 16 if ins[i].base == "UTCHMMA" else 32
+                return (bits >> 24 & 31) << 4, (bits >> 17 & 63) << 3, k
     raise ValueError(f"no descriptor found for {ins[i].op} {ins[i].args}")
 
 

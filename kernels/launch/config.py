@@ -287,7 +287,8 @@ _FLOAT = {
     (86, 256): ("16x32 w4 s1 C64", "16x32 w4 s1", "16x16 w4 s1"),
     (90, 96): ("64x32 w4 s2 C64", "16x32 w4 s2", "32x16 w4 s1 F"),
     (90, 128): ("64x32 w4 s2 C64", "32x32 w4 s2 F C64", "32x16 w4 s2 F"),
-    (100, 128): ("64x32 w4 s2 C64", "32x32 w4 s2 F C64", "32x16 w4 s1 F"),
+    (100, 96): ("32x32 w4 s2 C64", "16x32 w4 s2", "32x16 w4 s1 F"),
+    (100, 128): ("32x32 w4 s2 C64", "32x32 w4 s2 F C64", "32x16 w4 s1 F"),
 }
 # Behind every choice, in this order, for a device on which it does not fit: the last fits in 99 KB.
 _SMALLER = ("64x32 w4 s2", "32x32 w4 s2", "32x32 w4 s1", "16x16 w4 s1")
