@@ -274,3 +274,12 @@ def test_driver_is_restored():
         assert driver.active.get_current_target().arch == 90
         assert torch.device("cpu") == driver.active.get_active_torch_device()
     assert driver._active is before
+
+
+@pytest.mark.parametrize(("kind", "macs"), [(1, 64 * 32 * 16), (2, 64 * 32 * 8)], ids=["bfloat16", "tf32"])
+def test_tcgen05_product_of_each_type(kind, macs):
+    """The same instruction multiplies 16 columns of 16 bits, or 8 of TF32: its descriptor says which."""
+    descriptor = kind << 7 | (32 >> 3) << 17 | (64 >> 4) << 24
+    move = sass.Ins(0, "", "UMOV", f"UR4, {descriptor:#x}", 1, 7, 7, 0)
+    multiply = sass.Ins(16, "", "UTCHMMA", "gdesc[UR8], gdesc[UR10], tmem[UR6], idesc[UR4]", 1, 7, 7, 0)
+    assert sass.tensor_fma([move, multiply], 1).macs == macs
