@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WIDTH, _MOST_LINES = 64, 3  # of a title
+_MOST_GRID = 48  # tokens along a side up to which lines part the pairs
 
 
 def plot(cells: Cells, title: str, axes: Axes | None = None) -> Axes:
@@ -40,6 +41,11 @@ def plot(cells: Cells, title: str, axes: Axes | None = None) -> Axes:
     axes.set_ylim(max(q_len, 1) - edge, -edge)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(ticker.MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    if size == 1 and max(q_len, k_len) <= _MOST_GRID:  # tell neighbours apart
+        axes.set_xticks(np.arange(0.5, k_len), minor=True)
+        axes.set_yticks(np.arange(0.5, q_len), minor=True)
+        axes.grid(which="minor", color="white", linewidth=0.8)
+        axes.tick_params(which="minor", length=0)
     axes.set_facecolor("#f4f4f4")
     axes.set_xlabel("key" if size == 1 else f"key (a cell is {size} x {size} pairs, shaded by its share)")
     axes.set_ylabel("query")
