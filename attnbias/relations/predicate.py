@@ -97,7 +97,8 @@ class Where(Relation):
         return Where, hashable(self.fn)
 
     def __repr__(self) -> str:
-        return f"Where(<{getattr(self.fn, '__qualname__', type(self.fn).__name__)}>)"
+        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
+        return f"Where(<{name.rpartition('.<locals>.')[2].strip('<>')}>)"
 
 
 class Dense(Tabled):

@@ -73,6 +73,9 @@ def test_plan_prints_a_table_and_draws(capsys, tmp_path):
             "key_heads: wanted a number that divides",
         ),
         (["show", "open('x')"], "'open' is none of"),
+        (["show", "causal()", "8"], "'causal' is not known; did you mean Causal()?"),
+        (["show", "Causal", "8"], "expression: 'Causal' is no relation by itself; write Causal()"),
+        (["show", "longformer", "8"], "'longformer' is no relation by itself; write longformer(window=...)"),
         (["show", "longformer(3)"], "window: wanted an even number, half of it on each side, got 3"),
         (
             ["show", "longformer(wide=3)"],

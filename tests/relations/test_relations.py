@@ -10,7 +10,6 @@ import torch
 import attnbias as ab
 from attnbias.relations import parse
 from attnbias.relations.recipe import restore
-from attnbias.symmetry import hierarchy
 
 GRIDS = [
     (ab.Full(), (2, 3), 0, "### ###"),
@@ -484,14 +483,3 @@ def test_related_is_traced_without_a_break(relation):
     position = torch.arange(3)
     traced = torch.compile(relation.related, fullgraph=True, backend="eager")
     assert torch.equal(traced(position[:, None], position), relation.dense(3, 3))
-
-
-def test_there_are_as_many_keys_as_queries_unless_said():
-    relation, wider = ab.Window(before=2), ab.Causal()
-    assert relation.picture(5) == relation.picture(5, 5)
-    assert torch.equal(relation.dense(5), relation.dense(5, 5))
-    assert relation.layout(5) is relation.layout(5, 5)
-    assert ab.Layout.build(relation, 5) == ab.Layout.build(relation, 5, 5)
-    assert relation.count(5) == 12 and relation.ranges(5) == relation.ranges(5, 5)
-    assert relation.within(wider, 5) and not relation.equivalent(wider, 5)
-    assert str(hierarchy({"a": relation, "b": wider}, 5)) == "b\na  <  b"
