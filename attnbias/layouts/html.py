@@ -13,7 +13,7 @@ from .picture import KINDS, Cells
 # Told apart with every kind of colour blindness; text and lines take the page's own colour.
 COLOURS = dict(zip(KINDS, ("none", "#56b4e9", "#0077bb", "#ee9f27", "#cc5577", "#2b8cbe"), strict=True))
 _LEAST, _SHADES = 0.4, 8  # opacity of a cell with hardly any pair; how many are told apart
-_SIDE, _MOST_OF_CELL = 260, 20  # pixels: of a picture's longer side, of a cell
+_SIDE, _LEAST_SIDE, _MOST_OF_CELL = 260, 12, 20  # pixels: of a picture's longer and shorter side, of a cell
 _MOST_LINES = 32  # cells along a side, or twice the tiles, that lines still tell apart
 _MOST_TITLE = 160  # characters
 
@@ -53,7 +53,7 @@ def opacity_of(cells: Cells) -> NDArray[np.float64]:
 def _svg(cells: Cells, label: str, tile: int | None) -> str:
     rows, columns = cells.kinds.shape
     scale = min(_SIDE / max(rows, columns, 1), _MOST_OF_CELL)
-    width, height = (f"{max(count * scale, 1):.0f}" for count in (columns, rows))
+    width, height = (f"{max(count * scale, _LEAST_SIDE):.0f}" for count in (columns, rows))
     return (
         f'<svg role="img" aria-label="{escape(label)}" width="{width}" height="{height}" '
         f'viewBox="0 0 {columns} {rows}" preserveAspectRatio="none" style="max-width:100%;display:block">'

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WIDTH, _MOST_LINES = 64, 3  # of a title
+_MOST_RATIO = 8  # of the sides, up to which cells are squares
 _MOST_GRID = 48  # tokens along a side up to which lines part the pairs
 
 
@@ -36,11 +37,13 @@ def plot(cells: Cells, title: str, axes: Axes | None = None) -> Axes:
     (q_len, k_len), size = cells.lengths, cells.size
     extent = (-edge, columns * size - edge, rows * size - edge, -edge)
     if image.size:
-        axes.imshow(image, extent=extent, interpolation="nearest", aspect="equal")
+        is_thin = max(rows, columns) > _MOST_RATIO * min(rows, columns)
+        axes.imshow(image, extent=extent, interpolation="nearest", aspect="auto" if is_thin else "equal")
     axes.set_xlim(-edge, max(k_len, 1) - edge)
     axes.set_ylim(max(q_len, 1) - edge, -edge)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(ticker.MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    for axis, mine, other in ((axes.xaxis, columns, rows), (axes.yaxis, rows, columns)):
+        bins = max(8 * min(mine, other) // max(other, 1), 2)
+        axis.set_major_locator(ticker.MaxNLocator(nbins=bins, integer=True, min_n_ticks=1))
     if size == 1 and max(q_len, k_len) <= _MOST_GRID:  # tell neighbours apart
         axes.set_xticks(np.arange(0.5, k_len), minor=True)
         axes.set_yticks(np.arange(0.5, q_len), minor=True)
@@ -58,7 +61,8 @@ def plot(cells: Cells, title: str, axes: Axes | None = None) -> Axes:
             ncols=len(present),
             frameon=False,
             loc="upper center",
-            bbox_to_anchor=(0.5, -0.14),
+            bbox_to_anchor=(0.5, 0.0),
+            borderaxespad=4.0,  # the height of the ticks, in sizes of the letters
         )
     return axes
 
