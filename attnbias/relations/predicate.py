@@ -97,8 +97,7 @@ class Where(Relation):
         return Where, hashable(self.fn)
 
     def __repr__(self) -> str:
-        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
-        return f"Where(<{name.rpartition('.<locals>.')[2].strip('<>')}>)"
+        return f"Where({getattr(self.fn, '__qualname__', type(self.fn).__name__)})"  # dynamo traces no more
 
 
 class Dense(Tabled):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -98,6 +99,9 @@ def test_a_notebook_shows_a_relation_at_its_own_lengths_and_says_so():
 def test_a_notebook_falls_back_to_text_where_a_function_raises():
     table = torch.arange(20)
     assert ab.Where(lambda q, k: table[q] >= table[k])._repr_html_() is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ab.Global([100])._repr_html_() is not None  # the guessed length is no mistake of the user's
 
 
 def test_a_notebook_escapes_and_cuts_what_it_quotes():
