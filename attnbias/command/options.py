@@ -46,7 +46,7 @@ examples:
 _VERIFY = """\
 Compare every backend that can run here with float64: results and gradients, relation by relation. An error
 may be twice that of eager PyTorch in the same dtype (gradients: three times); no tolerance is tuned. It takes
-about half a minute on a CPU."""
+a minute or more on a CPU."""
 _VERIFY_EXAMPLES = """\
 examples:
   attnbias verify                             all checks; one row per relation, one column per backend
