@@ -1,8 +1,8 @@
 """What the examples of structured attention share: a small decoder, its training, and how runs are stored.
 
-The model's settings are those of Kuang et al. (2025): pre-norm blocks, a GELU MLP of 4 times the width, learned
-positions, zero output projections, learning rates by fan-in (``attnbias.nn.parameter_groups``), warm-up and
-then a constant rate. A run may end with a falling rate, which the paper's do not.
+The model's settings are those of Kuang et al. (2025): pre-norm blocks, a GELU MLP of 4 times the width,
+learned positions, zero output projections, learning rates by fan-in (``attnbias.nn.parameter_groups``),
+warm-up and then a constant rate. A run may end with a falling rate, which the paper's do not.
 """
 
 from __future__ import annotations
