@@ -334,3 +334,12 @@ def test_comparison_counts_pairs_of_neighbouring_ranks(monkeypatch):
     assert found["btt_of_one_head_over_full_head"][0]["error"] == 1.02
     runs[1]["error"] = 0.9
     assert "in 0 of 1 pairs" in module.compare(runs)["verdict"]
+
+
+@pytest.mark.slow
+def test_error_falls_with_the_rank_of_a_head(monkeypatch, tmp_path, example):
+    """The finding that examples/nearest_neighbour.py stores, on the smallest of its problems."""
+    found = example("nearest_neighbour", "--n", "8", "16", "--steps", "300", "--batch", "64", "--seeds", "1")
+    assert found["verdict"].startswith("The error falls with the rank in 3 of 3 pairs")
+    error = {(run["n"], run["method"], run["heads"]): run["error"] for run in found["runs"]}
+    assert error[16, "bilinear BTT", 1] < error[16, "plain", 2]
