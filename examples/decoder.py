@@ -111,7 +111,8 @@ def make_parser(about: str | None, name: str, paper: dict[str, Any] | None = Non
     parser.add_argument("--accumulate", type=int, default=1, help="batches whose gradients make one step")
     parser.add_argument("--name", default=name, help="name of the files in results/")
     if paper is not None:
-        words = ", ".join(f"{key} {_in_words(value)}" for key, value in paper.items())
+        known = [(key, value) for key, value in paper.items() if value is not None]
+        words = ", ".join(f"{key} {_in_words(value)}" for key, value in known)
         about_paper = f"start from the paper's settings, for a GPU: {words}; options override them"
         parser.add_argument("--paper", action="store_true", help=about_paper.replace("%", "%%"))
         parser.set_defaults(presets=paper)

@@ -189,11 +189,11 @@ def main() -> None:
     add(
         "--tokens", choices=("alternating", "pairs"), default="alternating", help="pairs: y tokens hold x too"
     )
-    add("--methods", choices=METHODS, nargs="+", default=METHODS)
-    add("--widths", type=int, nargs="+", default=[32, 48, 64])
-    add("--heads", type=int, default=8)
-    add("--layers", type=int, default=2)
-    add("--steps", type=int, default=1500)
+    add("--methods", choices=METHODS, nargs="+", default=METHODS, help="kinds of attention to train")
+    add("--widths", type=int, nargs="+", default=[32, 48, 64], help="features per token; each is a model")
+    add("--heads", type=int, default=8, help="attention heads")
+    add("--layers", type=int, default=2, help="blocks of a model")
+    add("--steps", type=int, default=1500, help="training steps of a model")
     add("--warmup", type=int, help="steps in which the rate grows; without it, a twentieth of all")
     add(
         "--lesson", type=int, help="steps between more dimensions; without it, all after a third of the steps"
@@ -204,9 +204,14 @@ def main() -> None:
         default=0.3,
         help="of the start; with the paper's 0.02 learning begins later",
     )
-    add("--batch", type=int, default=64)
-    add("--lr", type=float, default=1e-4)
-    add("--seeds", type=int, default=1)
+    add("--batch", type=int, default=64, help="rows of a batch")
+    add(
+        "--lr",
+        type=float,
+        default=1e-4,
+        help="learning rate of embeddings; matrices learn at lr * 768 / fan-in",
+    )
+    add("--seeds", type=int, default=1, help="runs of each model")
     args = parse(parser)
     levels = baselines(args.n)
     print("without a model: " + ", ".join(f"{name} {error}" for name, error in levels.items()), flush=True)

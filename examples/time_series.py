@@ -210,18 +210,23 @@ def main() -> None:
     parser = make_parser(__doc__, "time_series")
     add = parser.add_argument
     add("--csv", type=Path, help="a file with a column of dates and columns of numbers, one row per hour")
-    add("--methods", choices=METHODS, nargs="+", default=METHODS)
+    add("--methods", choices=METHODS, nargs="+", default=METHODS, help="kinds of attention to train")
     add("--context", type=int, default=336, help="hours that a forecast reads")
     add("--patch", type=int, default=12, help="hours of a token")
     add("--ahead", type=int, default=24, help="hours to forecast")
-    add("--width", type=int, default=64)
-    add("--heads", type=int, default=2)
-    add("--layers", type=int, default=2)
+    add("--width", type=int, default=64, help="features per token")
+    add("--heads", type=int, default=2, help="attention heads")
+    add("--layers", type=int, default=2, help="blocks of a model")
     add("--window", type=int, default=8, help="tokens in a window")
-    add("--steps", type=int, default=800)
-    add("--batch", type=int, default=32)
-    add("--lr", type=float, default=2e-4)
-    add("--seeds", type=int, default=2)
+    add("--steps", type=int, default=800, help="training steps of a model")
+    add("--batch", type=int, default=32, help="rows of a batch")
+    add(
+        "--lr",
+        type=float,
+        default=2e-4,
+        help="learning rate of embeddings; matrices learn at lr * 768 / fan-in",
+    )
+    add("--seeds", type=int, default=2, help="runs of each model")
     args = parse(parser)
     if args.csv is not None and args.name == "time_series":
         args.name = f"time_series_{args.csv.stem}"
