@@ -5,7 +5,7 @@ The window is as long as the multiply-adds of multi-level scores allow. Tables t
 characters are scored on the same test text. If a model is worse than the table of three characters, nothing
 was learned that attention could help with, and the script compares nothing.
 
-    python examples/char_lm.py --bf16                       # the stored results: 6 models
+    python examples/char_lm.py --bf16                       # the stored results: 12 models
     python examples/char_lm.py --steps 200 --seeds 1        # a look: 2 minutes
     python examples/char_lm.py --text my_corpus.txt
     python examples/char_lm.py --paper --device cuda --bf16 --text openwebtext.txt
@@ -62,7 +62,7 @@ PAPER_RATES = {
     "window": {256: 3e-3, 384: 3e-3, 512: 3e-3, 768: 3e-3},
     "mix": {256: 3e-3, 384: 3e-3, 512: 3e-3, 768: 1.65e-2},
 }
-RATES = (5e-4,)
+RATES = (5e-4, 1e-3)  # ours
 
 
 def read(text: Path | None, limit: int) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,18 @@ compares n / heads, its rank. Amsel et al. (2024) prove that many heads of small
 full rank; Kuang et al. (2025) take that as a reason for scores from structured matrices. The bilinear
 layers have a higher rank for the same parameters.
 
-    python examples/nearest_neighbour.py           # n = 32, 2 seeds: half a minute on one core
-    python examples/nearest_neighbour.py --full    # the stored results, n = 8 to 64, 5 seeds: 6 minutes
+    python examples/nearest_neighbour.py           # n = 32, 2 seeds: 1 minute on one core
+    python examples/nearest_neighbour.py --full    # the stored results, n = 8 to 64, 5 seeds: 10 minutes
     python examples/nearest_neighbour.py --full --device cuda
 
 The error is the mean square of what is wrong: 1 for the guess 0, about 0.95 for the mean of the 16 points,
 and 0 for the nearest point itself. Each model is stored when it is ready; a script that was interrupted goes
 on with the next.
+
+In the stored results the error falls with the rank in all 10 pairs of neighbouring ranks of plain attention.
+Bilinear BTT with one head has 0.58 to 0.68 of the parameters of one full head, and 1.09, 1.13, 1.09 and 0.91
+times its error for n = 8, 16, 32 and 64. All layers have one learning rate and 400 steps, after which those of
+full rank were still improving.
 """
 
 from __future__ import annotations

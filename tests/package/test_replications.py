@@ -38,7 +38,7 @@ QUICK = {
     "nearest_neighbour": ["--n", "8", "--steps", "3", "--batch", "4"],
     "time_series": ["--context", "48", "--steps", "3", "--width", "16", "--layers", "1", "--batch", "2"],
 }
-RUNS = {"char_lm": 8, "icl_regression": 8, "nearest_neighbour": 10, "time_series": 6}
+RUNS = {"char_lm": 16, "icl_regression": 8, "nearest_neighbour": 10, "time_series": 6}
 BASELINES = {
     "char_lm": {"frequencies", "table of 2", "table of 3", "table of 4", "table of 5"},
     "icl_regression": {"the guess 0", "one step of gradient descent", "least squares"},
