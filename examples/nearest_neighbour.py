@@ -16,8 +16,8 @@ on with the next.
 
 In the stored results the error falls with the rank in all 10 pairs of neighbouring ranks of plain attention.
 Bilinear BTT with one head has 0.58 to 0.68 of the parameters of one full head, and 1.09, 1.13, 1.09 and 0.91
-times its error for n = 8, 16, 32 and 64. All layers have one learning rate and 400 steps, after which those of
-full rank were still improving.
+times its error for n = 8, 16, 32 and 64. All layers have one learning rate and 400 steps, and their errors
+were still falling at the last.
 """
 
 from __future__ import annotations
