@@ -269,14 +269,15 @@ def plot(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, ax = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
     for (label, points), colour, marker in zip(lines.items(), COLOURS, MARKERS, strict=False):
         x, y, spread = zip(*sorted(points), strict=True)
         ax.errorbar(x, y, spread, label=label, color=colour, marker=marker, capsize=3)
     for (label, level), style in zip(baselines.items(), ("--", ":", "-."), strict=False):
         ax.axhline(level, label=label, color="#555555", linestyle=style)
     ax.set(title=title, xlabel=axes[0], ylabel=axes[1], xscale="log", yscale="log")
-    ax.legend(frameon=False)
+    ax.tick_params(axis="x", which="both", rotation=45)
+    figure.legend(frameon=False, loc="outside right upper")
     path = RESULTS / f"{name}.png"
     figure.savefig(path, dpi=100)
     plt.close(figure)
