@@ -216,7 +216,7 @@ def compare(runs: Sequence[Run], baselines: dict[str, float]) -> dict[str, Any]:
     behind = sum(run["loss"] >= bar for run in chosen)
     if behind:
         words = f"{behind} of {len(chosen)} models are no better than a trigram table ({bar}): train longer."
-        return {"verdict": f"{words} Nothing is compared."}
+        return {"verdict": f"{words} Nothing is compared.", "compared": []}
     rows = []
     for (width, method), same in best.items():
         # The loss that every model of this width reached, and the first check at which it had.
@@ -282,7 +282,7 @@ def report(
 ) -> None:
     """Print what was found, and plot the curves beside the tables' losses in the same characters."""
     print(found["verdict"])
-    for row in found.get("compared", []):
+    for row in found["compared"]:
         seconds = " and ".join(map(str, row["seconds_to_goal"]))
         loss = f"{row['loss']} +- {row['half_range']} nats per character"
         print(f"{row['method']}, width {row['width']}: {loss}; {row['goal']} in the checks after {seconds} s")
