@@ -1,7 +1,8 @@
-"""Progress of the examples: a bar if rich is installed, otherwise a line now and then."""
+"""Progress of the examples: a bar on a terminal if rich is installed, otherwise a line now and then."""
 
 from __future__ import annotations
 
+import sys
 import time
 from types import TracebackType
 from typing import Any
@@ -20,11 +21,13 @@ class Bar:
 
     def __init__(self, title: str, total: int) -> None:
         self.title, self.total, self.done = title, total, 0
-        self._shown = time.monotonic()
+        self._started = self._shown = time.monotonic()
         self._rich: Any = None
         self._task: Any = None
 
     def __enter__(self) -> Bar:
+        if not sys.stdout.isatty():  # into a file rich writes nothing until the end
+            return self
         try:
             from rich import progress
         except ImportError:
@@ -34,6 +37,7 @@ class Bar:
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
             progress.TextColumn("{task.fields[words]}"),
         )
         self._rich = progress.Progress(*columns)
@@ -44,11 +48,13 @@ class Bar:
     def advance(self, words: str = "", steps: int = 1) -> None:
         """Count steps and show the text."""
         self.done += steps
+        now = time.monotonic()
         if self._rich is not None:
             self._rich.update(self._task, advance=steps, words=words)
-        elif time.monotonic() - self._shown > EVERY or self.done >= self.total:
-            self._shown = time.monotonic()
-            print(f"{self.title} {self.done}/{self.total} {words}", flush=True)
+        elif now - self._shown > EVERY and self.done < self.total:
+            self._shown = now
+            left = (now - self._started) * (self.total - self.done) / self.done
+            print(f"  {self.title}: {self.done} of {self.total}, {words}, {left:.0f} s left", flush=True)
 
     def __exit__(
         self,

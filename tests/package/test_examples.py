@@ -10,16 +10,17 @@ from cases import ROOT
 
 EXAMPLES = ROOT / "examples"
 QUICK = {
-    "char_lm.py": ["--widths", "32", "--steps", "10", "--seeds", "1", "--limit", "100000"],
+    "char_lm.py": ["--widths", "64", "--steps", "10", "--seeds", "1", "--limit", "100000"],
     "convolution.py": [],
     "huggingface_speed.py": ["--tokens", "300", "--rounds", "1"],
     "icl_regression.py": ["--n", "4", "--widths", "16", "--steps", "20"],
     "match3.py": ["--steps", "10", "--seeds", "1"],
+    "nearest_neighbour.py": ["--n", "8", "--steps", "10"],
     "pack_rollouts.py": ["--rollouts", "3", "--prompt", "40", "--answer", "20"],
     "paper_models.py": [],
     "shard_graph.py": ["airfoil", "--steps", "3"],
     "sparse_and.py": ["--seeds", "1", "--steps", "2"],
-    "time_series.py": ["--contexts", "48", "--steps", "10", "--seeds", "1"],
+    "time_series.py": ["--context", "48", "--steps", "10", "--seeds", "1"],
     "train_gat.py": ["cora", "--seeds", "1", "--epochs", "3", "--rounds", "1"],
     "train_gpt.py": ["--steps", "2", "--tokens", "300"],
     "train_molecules.py": ["--epochs", "1"],
@@ -32,6 +33,7 @@ SEEN = {
     "huggingface_speed.py": "64 tokens after 512, 10 of them padding",
     "icl_regression.py": "icl_regression.png",
     "match3.py": "match3.png",
+    "nearest_neighbour.py": "nearest_neighbour.png",
     "pack_rollouts.py": "of the tokens",
     "paper_models.py": "Unlimiformer, sparse attention",
     "shard_graph.py": "3 steps in",
@@ -100,4 +102,4 @@ def test_regression_is_learned_in_context(tmp_path):
     command = [sys.executable, str(EXAMPLES / "icl_regression.py"), *given]
     subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
     (run,) = json.loads((tmp_path / "results/icl_regression.json").read_text())["runs"]
-    assert run["error"][0] < 0.43
+    assert run["error"] < 0.43
