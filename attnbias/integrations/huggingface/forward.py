@@ -16,10 +16,12 @@ from ...op.weights import attention_weights
 from ...relations import Causal, Dense, Full, Relation, Window
 from ...scores.terms import KernelTerm, PairBias, Term
 from ...sharding import Shard
-from .masks import Mask, Shards, make_mask, running
+from .masks import Mask, Shards, make_mask, refuse, running
+from .packed import PACKING, read_documents, update_cache
 from .relations import NearestKeys
 
 NAME = "attnbias"
+PAGED = "attnbias_flash"  # continuous batching makes no [Q, K] mask where the name has "flash" in it
 RELATION = "attnbias_relation"  # the attribute of a layer that set_relation sets
 
 # Options that models pass to every attention function and that this one ignores: the mask already holds them,
@@ -56,8 +58,9 @@ def register() -> None:
     global _recorded  # noqa: PLW0603 - transformers is imported only here
     with suppress(ImportError, AttributeError):
         _recorded = import_module("transformers.utils.output_capturing")._active_collector
-    transformers.AttentionInterface.register(NAME, attention_forward)
-    transformers.AttentionMaskInterface.register(NAME, make_mask)
+    for name in (NAME, PAGED):
+        transformers.AttentionInterface.register(name, attention_forward)
+        transformers.AttentionMaskInterface.register(name, make_mask)
 
 
 class NoBias:
@@ -98,15 +101,20 @@ def attention_forward(
     Raises:
         NotImplementedError: for an option or mask that attnbias does not support.
     """
+    cache = options.pop("cache", None)
+    if cache is not None:
+        key, value, attention_mask = update_cache(cache, module, key, value, attention_mask, options)
+    packing = {name: options.pop(name, None) for name in PACKING}
     for name, given in options.items():
         if name not in _IGNORED and given is not None and given is not False:
-            raise _refuse(module, f"{name}: wanted None, attnbias does not support it, got {_kind(given)}")
+            raise refuse(module, f"{name}: wanted None, attnbias does not support it, got {_kind(given)}")
     mask, terms = _read_mask(module, query, key, attention_mask, options)
+    mask = read_documents(module, query, key, mask, packing, options)
     terms = [*_read_bias(module, position_bias, mask.q_start), *terms]
     chosen = module.__dict__.get(RELATION)  # getattr on a module is slow when it finds nothing
     if chosen is not None and isinstance(attention_mask, Tensor) and query.shape[2] != key.shape[2]:
         wanted = "wanted the model's own mask, which knows the positions that the relation needs"
-        raise _refuse(module, f"attention_mask: {wanted}, got {_kind(attention_mask)}")
+        raise refuse(module, f"attention_mask: {wanted}, got {_kind(attention_mask)}")
     wants_weights = _wants_weights(options)
     if mask.shards is not None or running.shards is not None:
         shard = _find_shard(module, mask, chosen, is_plain=not (terms or wants_weights))
@@ -133,12 +141,12 @@ def attention_forward(
 def _find_shard(module: nn.Module, mask: Mask, chosen: Chosen | None, *, is_plain: bool) -> Shard:
     """Return the shard of a layer in a call over ranks."""
     if not is_plain:
-        raise _refuse(module, "mesh: wanted neither weights nor biases of positions over ranks, got them")
+        raise refuse(module, "mesh: wanted neither weights nor biases of positions over ranks, got them")
     shards: Shards | None = mask.shards
     found = None if shards is None else shards.of.get((mask.relation, chosen))  # type: ignore[arg-type]
     if found is None:
         wanted = "mesh: wanted the causal, sliding or bidirectional mask of the layer's type over ranks"
-        raise _refuse(module, f"{wanted}, got {mask.relation!r}")
+        raise refuse(module, f"{wanted}, got {mask.relation!r}")
     return found
 
 
@@ -155,13 +163,6 @@ def is_attention(module: nn.Module) -> bool:
 def is_cross(name: str, module: nn.Module) -> bool:
     """Return whether a module of this name attends to tokens other than its own."""
     return any(word in name.lower() for word in _CROSS) or bool(getattr(module, "is_cross_attention", False))
-
-
-def _refuse(module: nn.Module, what: str) -> NotImplementedError:
-    """Make the error for something a layer does not support; it names the way back."""
-    return NotImplementedError(
-        f'{what} in {type(module).__name__}; model.set_attn_implementation("eager") runs it without attnbias'
-    )
 
 
 def _kind(given: Any) -> str:
@@ -194,7 +195,7 @@ def _read_mask(
     if isinstance(mask, Mask):
         if mask.lengths not in (None, (q_len, k_len)):
             wanted = "attention_mask: wanted one for {} queries and {} keys, got one for {} and {}"
-            raise _refuse(module, wanted.format(q_len, k_len, *mask.lengths))
+            raise refuse(module, wanted.format(q_len, k_len, *mask.lengths))
         return mask, []
     if mask is None:
         causal = options.get("is_causal")
@@ -203,12 +204,12 @@ def _read_mask(
             return Mask(Full(), k_len - q_len), []
         if q_len != k_len:
             wanted = f"wanted one for {q_len} causal queries and {k_len} keys"
-            raise _refuse(module, f"attention_mask: {wanted}, got None")
+            raise refuse(module, f"attention_mask: {wanted}, got None")
         window = options.get("sliding_window")
         return Mask(Causal() if window is None else Window(before=window - 1), 0), []
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         wanted = "wanted a Mask of attnbias, a tensor [B, H, Q, K] or None"
-        raise _refuse(module, f"attention_mask: {wanted}, got {_kind(mask)}")
+        raise refuse(module, f"attention_mask: {wanted}, got {_kind(mask)}")
     mask = mask[..., :k_len]
     if mask.dtype == torch.bool and q_len == k_len:
         return Mask(Dense(mask.expand(-1, -1, q_len, -1)), 0), []
@@ -224,7 +225,7 @@ def _read_bias(module: nn.Module, position_bias: Any, q_start: int) -> list[Term
     if isinstance(position_bias, Tensor):
         return [PairBias(position_bias, q_start)]
     if not isinstance(position_bias, KernelTerm):
-        raise _refuse(module, f"position_bias: wanted a tensor, got {_kind(position_bias)}")
+        raise refuse(module, f"position_bias: wanted a tensor, got {_kind(position_bias)}")
     return [position_bias]
 
 
