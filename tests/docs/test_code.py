@@ -65,6 +65,11 @@ cu_q = cu_k = torch.tensor([0, 3, 8])
 max_q = max_k = 5
 """,
     ("docs/coming-from.md", 6): MODEL,
+    ("docs/coming-from.md", 7): """
+from types import SimpleNamespace
+layer = SimpleNamespace(attention=SimpleNamespace())
+titan = SimpleNamespace(layers={"0": layer})
+""",
     ("docs/graphs.md", 0): """
 pyg_layer = __import__("torch_geometric").nn.GATConv(16, 8, heads=4, edge_dim=3)
 x, edge_attr = torch.randn(3, 16), torch.randn(4, 3)
