@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import NoneType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import as_indices, check_dense
+from ..arguments import check_dense
 from ..attention import attention
-from ..relations import Causal, Documents, Empty, Relation, Window
+from ..relations import Relation
 from ..scores.terms import ALiBi
+from .sequences import in_sequences, read_offsets, read_window
 
 
 def flash_attn_func(
@@ -64,7 +63,7 @@ def flash_attn_func(
     _check("[B, L, H, D]", q, k, v, return_attn_probs)
     if relation is not None and not isinstance(relation, Relation):
         raise TypeError(f"relation: wanted a Relation or None, got {type(relation).__name__}")
-    window = _window(causal, window_size)
+    window = read_window(causal, window_size)
     allowed = relation if window is None else window if relation is None else window & relation
     numbers = {"scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
     return _attend(q, k, v, allowed, alibi_slopes, **numbers, q_start="end")
@@ -115,14 +114,14 @@ def flash_attn_varlen_func(
         raise NotImplementedError(
             f"block_table: wanted None, paged keys are not supported, got {type(block_table).__name__}"
         )
-    starts = _read_offsets("cu_seqlens_q", cu_seqlens_q, q), _read_offsets("cu_seqlens_k", cu_seqlens_k, k)
+    starts = read_offsets("cu_seqlens_q", cu_seqlens_q, q), read_offsets("cu_seqlens_k", cu_seqlens_k, k)
     if alibi_slopes is not None:
         check_dense("alibi_slopes", alibi_slopes)
         if alibi_slopes.dim() != 1:
             raise NotImplementedError(f"alibi_slopes: wanted [H], got {list(alibi_slopes.shape)}")
         if not torch.equal(*starts):
             raise NotImplementedError("alibi_slopes: wanted cu_seqlens_q equal to cu_seqlens_k")
-    allowed = _in_sequences(_window(causal, window_size), *starts)
+    allowed = in_sequences(read_window(causal, window_size), *starts)
     numbers = {"scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
     return _attend(q, k, v, allowed, alibi_slopes, **numbers)
 
@@ -146,38 +145,3 @@ def _attend(
     terms = [] if slopes is None else [ALiBi(slopes)]
     out: Tensor = attention(query, key, value, relation, terms=terms, **options)
     return out.transpose(-3, -2)
-
-
-def _read_offsets(name: str, given: Tensor | Sequence[int], tokens: Tensor) -> Tensor:
-    """Return where the sequences among tokens [n, H, D] begin, and the end, int64."""
-    offsets = as_indices(name, given, (1,))
-    last = int(offsets[-1]) if len(offsets) else None
-    if last != len(tokens):
-        raise ValueError(
-            f"{name}: wanted offsets that end at the number of tokens, {len(tokens)}, got {last}"
-        )
-    return offsets
-
-
-def _window(causal: bool, window_size: tuple[int | None, int | None]) -> Relation | None:
-    given = window_size if isinstance(window_size, (tuple, list)) else ()
-    if len(given) != 2 or any(not isinstance(n, (int, NoneType)) or isinstance(n, bool) for n in given):
-        raise TypeError(f"window_size: wanted (before, after), -1 for no limit, got {window_size!r}")
-    before, after = (None if size is None or size < 0 else size for size in given)
-    if causal:
-        return Causal() if before is None else Window(before=before)
-    return None if before is None and after is None else Window(before=before, after=after)
-
-
-def _in_sequences(window: Relation | None, starts_q: Tensor, starts_k: Tensor) -> Relation:
-    """Restrict a window to each sequence, its last query at its last key."""
-    documents = Documents.from_cu_seqlens(starts_q, starts_k)
-    if window is None:
-        return documents
-    ahead = (starts_k.diff() - starts_q.diff()).cpu().numpy()  # keys before the first query
-    found: Relation = Empty()
-    for distance in np.unique(ahead).tolist():
-        here = torch.as_tensor(ahead == distance)
-        ids, key_ids = (torch.where(here[each], each, -1) for each in (documents.ids, documents._keys))
-        found = found | Documents(ids, key_ids).each(window.shift(distance))
-    return found

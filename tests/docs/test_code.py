@@ -64,14 +64,19 @@ block_mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device
 cu_q = cu_k = torch.tensor([0, 3, 8])
 max_q = max_k = 5
 """,
-    ("docs/coming-from.md", 5): MODEL,
+    ("docs/coming-from.md", 6): MODEL,
+    ("docs/coming-from.md", 7): """
+from types import SimpleNamespace
+layer = SimpleNamespace(attention=SimpleNamespace())
+titan = SimpleNamespace(layers={"0": layer})
+""",
     ("docs/graphs.md", 0): """
 pyg_layer = __import__("torch_geometric").nn.GATConv(16, 8, heads=4, edge_dim=3)
 x, edge_attr = torch.randn(3, 16), torch.randn(4, 3)
 """,
     ("docs/graphs.md", 1): ONE_RANK + "label, bias = torch.arange(3), torch.randn(4, 4)\n",
     ("docs/huggingface.md", 0): MODEL,
-    ("docs/huggingface.md", 1): GROUP + MESH + "import torch\nids = torch.zeros(1, 256, dtype=torch.int64)\n",
+    ("docs/huggingface.md", 3): GROUP + MESH + "import torch\nids = torch.zeros(1, 256, dtype=torch.int64)\n",
     ("docs/scaling.md", 0): GROUP
     + "import torch\nids = torch.zeros(1, 131072)\nq, k, v = torch.randn(3, 1, 1, 131072, 8)\n",
     ("docs/tutorials/devices.md", 1): ONE_RANK
@@ -140,7 +145,8 @@ def run_page(page: str, text: str) -> None:
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leave no process group and no variable behind."""
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "")
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)  # as transformers cannot read an empty one
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -29,6 +29,7 @@ FOLDERS += (
     "attnbias.integrations.flash_attn",
 )
 FOLDERS += ("attnbias.integrations.flex", "attnbias.integrations.huggingface", "attnbias.integrations.sdpa")
+FOLDERS += ("attnbias.integrations.torchtitan", "attnbias.integrations.varlen")
 OPTIONAL = {"attnbias.integrations.pyg": "torch_geometric"}
 
 

@@ -10,9 +10,9 @@
 For transformers 5.x; tested with 5.22.2. An option that cannot be honoured raises an error.
 
 Modules: ``model`` (attach a model, set its relations and scores), ``forward`` (the attention function that
-transformers calls), ``masks`` (mask functions as relations), ``relations`` (nearest keys; patches of a ViT),
-``sharded`` (a model over the ranks of a mesh). A mask function that transformers adds gets a reader in
-``masks``.
+transformers calls), ``masks`` (mask functions as relations), ``packed`` (packed documents, continuous
+batching), ``relations`` (nearest keys; patches of a ViT), ``sharded`` (a model over the ranks of a mesh). A
+mask function that transformers adds gets a reader in ``masks``.
 """
 
 from .forward import NAME, attention_forward, register

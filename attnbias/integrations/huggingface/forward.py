@@ -17,10 +17,12 @@ from ...relations import Causal, Dense, Full, Relation, Window
 from ...scores.multilevel import MultiLevel
 from ...scores.terms import KernelTerm, PairBias, Term
 from ...sharding import Shard
-from .masks import Mask, Shards, make_mask, running
+from .masks import Mask, Shards, make_mask, refuse, running
+from .packed import PACKING, read_documents, update_cache
 from .relations import NearestKeys
 
 NAME = "attnbias"
+PAGED = "attnbias_flash"  # continuous batching makes no [Q, K] mask where the name has "flash" in it
 RELATION = "attnbias_relation"  # the attribute of a layer that set_relation sets
 SCORE = "attnbias_score"  # the one that set_score sets
 
@@ -58,8 +60,9 @@ def register() -> None:
     global _recorded  # noqa: PLW0603 - transformers is imported only here
     with suppress(ImportError, AttributeError):
         _recorded = import_module("transformers.utils.output_capturing")._active_collector
-    transformers.AttentionInterface.register(NAME, attention_forward)
-    transformers.AttentionMaskInterface.register(NAME, make_mask)
+    for name in (NAME, PAGED):
+        transformers.AttentionInterface.register(name, attention_forward)
+        transformers.AttentionMaskInterface.register(name, make_mask)
 
 
 class NoBias:
@@ -100,18 +103,31 @@ def attention_forward(
     Raises:
         NotImplementedError: for an option or mask that attnbias does not support.
     """
+    cache = options.pop("cache", None)
+    score = module.__dict__.get(SCORE)
+    if cache is not None:
+        if score is not None:
+            raise refuse(
+                module, "score: wanted none with continuous batching, which packs positions, got one"
+            )
+        key, value, attention_mask = update_cache(cache, module, key, value, attention_mask, options)
+    packing = {name: options.pop(name, None) for name in PACKING}
     for name, given in options.items():
         if name not in _IGNORED and given is not None and given is not False:
-            raise _refuse(module, f"{name}: wanted None, attnbias does not support it, got {_kind(given)}")
+            raise refuse(module, f"{name}: wanted None, attnbias does not support it, got {_kind(given)}")
     mask, terms = _read_mask(module, query, key, attention_mask, options)
+    mask = read_documents(module, query, key, mask, packing, options)
     terms = [*_read_bias(module, position_bias, mask.q_start), *terms]
     chosen = module.__dict__.get(RELATION)  # getattr on a module is slow when it finds nothing
-    score = module.__dict__.get(SCORE)
     for name, own in (("relation", chosen), ("score", score)):
         if own is not None and isinstance(attention_mask, Tensor) and query.shape[2] != key.shape[2]:
             wanted = f"wanted the model's own mask, which knows the positions that the {name} needs"
-            raise _refuse(module, f"attention_mask: {wanted}, got {_kind(attention_mask)}")
+            raise refuse(module, f"attention_mask: {wanted}, got {_kind(attention_mask)}")
     if score is not None:
+        if cache is not None:
+            raise refuse(
+                module, "score: wanted none with continuous batching, which packs positions, got one"
+            )
         _check_offset(module, score, mask.offset)
         scaling = query.shape[3] * (query.shape[3] ** -0.5 if scaling is None else scaling)
     wants_weights = _wants_weights(options)
@@ -143,12 +159,12 @@ def _find_shard(module: nn.Module, mask: Mask, chosen: Chosen | None, *, is_plai
     """Return the shard of a layer in a call over ranks."""
     if not is_plain:
         wanted = "mesh: wanted neither weights, biases of positions nor a score that was set over ranks"
-        raise _refuse(module, f"{wanted}, got them")
+        raise refuse(module, f"{wanted}, got them")
     shards: Shards | None = mask.shards
     found = None if shards is None else shards.of.get((mask.relation, chosen))  # type: ignore[arg-type]
     if found is None:
         wanted = "mesh: wanted the causal, sliding or bidirectional mask of the layer's type over ranks"
-        raise _refuse(module, f"{wanted}, got {mask.relation!r}")
+        raise refuse(module, f"{wanted}, got {mask.relation!r}")
     return found
 
 
@@ -156,7 +172,7 @@ def _check_offset(module: nn.Module, score: MultiLevel, offset: int) -> None:
     """Raise if a sliding cache has dropped keys, from which the blocks of the score would be counted."""
     if offset and any(score.widths or ()):
         wanted = "score: wanted a cache that keeps all keys, since blocks are counted from the first token"
-        raise _refuse(module, f"{wanted}, got one that begins at token {offset}")
+        raise refuse(module, f"{wanted}, got one that begins at token {offset}")
 
 
 def is_self_attention(name: str, module: nn.Module) -> bool:
@@ -172,13 +188,6 @@ def is_attention(module: nn.Module) -> bool:
 def is_cross(name: str, module: nn.Module) -> bool:
     """Return whether a module of this name attends to tokens other than its own."""
     return any(word in name.lower() for word in _CROSS) or bool(getattr(module, "is_cross_attention", False))
-
-
-def _refuse(module: nn.Module, what: str) -> NotImplementedError:
-    """Make the error for something a layer does not support; it names the way back."""
-    return NotImplementedError(
-        f'{what} in {type(module).__name__}; model.set_attn_implementation("eager") runs it without attnbias'
-    )
 
 
 def _kind(given: Any) -> str:
@@ -211,7 +220,7 @@ def _read_mask(
     if isinstance(mask, Mask):
         if mask.lengths not in (None, (q_len, k_len)):
             wanted = "attention_mask: wanted one for {} queries and {} keys, got one for {} and {}"
-            raise _refuse(module, wanted.format(q_len, k_len, *mask.lengths))
+            raise refuse(module, wanted.format(q_len, k_len, *mask.lengths))
         return mask, []
     if mask is None:
         causal = options.get("is_causal")
@@ -220,12 +229,12 @@ def _read_mask(
             return Mask(Full(), k_len - q_len), []
         if q_len != k_len:
             wanted = f"wanted one for {q_len} causal queries and {k_len} keys"
-            raise _refuse(module, f"attention_mask: {wanted}, got None")
+            raise refuse(module, f"attention_mask: {wanted}, got None")
         window = options.get("sliding_window")
         return Mask(Causal() if window is None else Window(before=window - 1), 0), []
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         wanted = "wanted a Mask of attnbias, a tensor [B, H, Q, K] or None"
-        raise _refuse(module, f"attention_mask: {wanted}, got {_kind(mask)}")
+        raise refuse(module, f"attention_mask: {wanted}, got {_kind(mask)}")
     mask = mask[..., :k_len]
     if mask.dtype == torch.bool and q_len == k_len:
         return Mask(Dense(mask.expand(-1, -1, q_len, -1)), 0), []
@@ -241,7 +250,7 @@ def _read_bias(module: nn.Module, position_bias: Any, q_start: int) -> list[Term
     if isinstance(position_bias, Tensor):
         return [PairBias(position_bias, q_start)]
     if not isinstance(position_bias, KernelTerm):
-        raise _refuse(module, f"position_bias: wanted a tensor, got {_kind(position_bias)}")
+        raise refuse(module, f"position_bias: wanted a tensor, got {_kind(position_bias)}")
     return [position_bias]
 
 

@@ -66,7 +66,15 @@ class Mask:
         self._combined: dict[int, tuple[Relation, Relation]] = {}
         self._rows: dict[tuple[int, int, int], tuple[Relation | None, Tensor | None]] = {}
         self._numbers: Tensor | None = None
+        self.kept: dict[Any, Any] = {}  # what the first of the layers made of it for all
         self.shards: Shards | None = None  # of a call over ranks; then the relation is not that of the whole
+
+    @property
+    def unsearched(self) -> bool:
+        """Whether transformers did not look for packed sequences, and no padding tells them apart."""
+        if self._call is None or self._call["attention_mask"] is not None:
+            return False
+        return not _is_packed(self._call["mask_function"])
 
     @property
     def relation(self) -> Relation:
@@ -83,7 +91,7 @@ class Mask:
         if other is None:
             return self.relation
         if id(other) not in self._combined:
-            self._combined[id(other)] = other, self.relation & _move(other, self.offset)
+            self._combined[id(other)] = other, self.relation & move(other, self.offset)
         return self._combined[id(other)][1]
 
     def row(self, other: Relation | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -221,13 +229,18 @@ def _to_relation(function: MaskFunction, padding: Tensor | None, place: _Place) 
 
 
 def _read(function: MaskFunction, place: _Place) -> Relation:
+    reader, held = _open(function)
+    return move(Where(function), place.k_offset) if reader is None else reader(place, **held)
+
+
+def _open(function: MaskFunction) -> tuple[Callable[..., Relation] | None, dict[str, Any]]:
+    """Return the reader of a known mask function, and the values that its closure holds."""
     code = getattr(function, "__code__", None)
     reader = _readers().get(code) if code is not None else None
     if reader is None:
-        return _move(Where(function), place.k_offset)
+        return None, {}
     names = function.__code__.co_freevars
-    held = dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
-    return reader(place, **held)
+    return reader, dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
 
 
 def _readers() -> dict[CodeType, Callable[..., Relation]]:
@@ -290,12 +303,25 @@ def _read_packed(place: _Place, packed_sequence_mask: Tensor) -> Relation:
     return _documents(place, packed_sequence_mask - packed_sequence_mask.min())
 
 
+def _is_packed(function: MaskFunction) -> bool:
+    """Return whether a mask function, or a part of it, separates packed sequences."""
+    reader, held = _open(function)
+    return reader is _read_packed or any(_is_packed(part) for part in held.get("mask_functions", ()))
+
+
 def _documents(place: _Place, ids: Tensor) -> Relation:
     """Make the relation "same number" from numbers by position in the sequence, [B, L]."""
     if len(ids) > 1 and bool((ids == ids[:1]).all()):
         ids = ids[:1]
     queries, keys = place.queries(ids, -1), place.keys(ids, -1)
     return Documents(queries) if queries.shape == keys.shape else Documents(queries, keys)
+
+
+def refuse(module: Any, what: str) -> NotImplementedError:
+    """Make the error for something a layer does not support; it names the way back."""
+    return NotImplementedError(
+        f'{what} in {type(module).__name__}; model.set_attn_implementation("eager") runs it without attnbias'
+    )
 
 
 def _cut(table: Tensor, start: int, stop: int, outside: int) -> Tensor:
@@ -305,7 +331,7 @@ def _cut(table: Tensor, start: int, stop: int, outside: int) -> Tensor:
     return torch.nn.functional.pad(part, (0, missing), value=outside) if missing else part
 
 
-def _move(relation: Relation, offset: int) -> Relation:
+def move(relation: Relation, offset: int) -> Relation:
     """Return a relation in positions of the sequence as one in positions that begin at ``offset``."""
     if not offset or relation.stationary:
         return relation

@@ -13,13 +13,17 @@ from ...relations import Relation
 from ...scores.buckets import t5_buckets
 from ...scores.multilevel import MultiLevel
 from ...scores.terms import RelativeBias
-from .forward import NAME, RELATION, SCORE, Chosen, NoBias, is_attention, is_cross, register
+from .forward import NAME, PAGED, RELATION, SCORE, Chosen, NoBias, is_attention, is_cross, register
 from .relations import NearestKeys
 from .sharded import shard_model
 
 
 def attach(
-    model: Any, relation: Chosen | Callable[[int], Chosen | None] | None = None, *, mesh: Any = None
+    model: Any,
+    relation: Chosen | Callable[[int], Chosen | None] | None = None,
+    *,
+    mesh: Any = None,
+    paged: bool = False,
 ) -> Any:
     """Run a model on attnbias, and return it; ``model.set_attn_implementation("eager")`` undoes it.
 
@@ -30,18 +34,26 @@ def attach(
             calls the model with the whole batch. Logits are those of its own tokens (:func:`gather` has all),
             and the mean of all ranks' losses is that of the whole, so average the gradients, as DDP and FSDP
             do. None, also in a later call: one rank computes all.
+        paged: make the model ready for continuous batching (``generate_batch``), without [Q, K] masks; a
+            relation is then in positions of each request. Other calls are as without it.
 
     Raises:
         ValueError: if it is not such a model, or has attention code of its own.
-        NotImplementedError: with ``mesh``, if tokens meet elsewhere than in self-attention.
+        NotImplementedError: with ``mesh``, if tokens meet elsewhere than in self-attention; with both
+            ``mesh`` and ``paged``.
     """
     register()
+    if paged and mesh is not None:
+        raise NotImplementedError(f"mesh: wanted None with paged=True, got {type(mesh).__name__}")
     wanted = "model: wanted a transformers model whose attention can be replaced"
     if not hasattr(model, "set_attn_implementation"):
         raise ValueError(f"{wanted}, got {type(model).__name__}")
     if not model._can_set_attn_implementation():
         raise ValueError(f"{wanted}, got {type(model).__name__}, which has its own attention code")
     model.set_attn_implementation(NAME)
+    if paged:
+        # Not by set_attn_implementation, which would load a package of flash-attention for such a name.
+        model.config._attn_implementation = PAGED
     for module in model.modules():
         has_table = hasattr(module, "compute_bias") and hasattr(module, "relative_attention_max_distance")
         if has_table and "key_length" in signature(type(module).compute_bias).parameters:
@@ -126,7 +138,7 @@ def _position_bias(
 ) -> Any:
     """Replace T5's ``compute_bias``: return the table for attnbias, the usual tensor for others."""
     has_table = hasattr(module, "relative_attention_bias")
-    if module.config._attn_implementation == NAME:
+    if module.config._attn_implementation in (NAME, PAGED):
         if not has_table:
             return NoBias()
         buckets = t5_buckets(not module.is_decoder, module.relative_attention_max_distance)

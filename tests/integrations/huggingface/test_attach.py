@@ -55,14 +55,6 @@ def test_logits_and_gradients_equal_eager(name, padding):
     compare(name, make(name), *inputs(name, padding))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "gemma3", "llama"])
-def test_packed_documents(name):
-    """A new document begins where positions restart."""
-    given, real = inputs(name, None)
-    starts = torch.cat([torch.arange(n) for n in (4, 12, 7)]).expand(2, -1)
-    compare(name, make(name), {"input_ids": given["input_ids"], "position_ids": starts}, real)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "t5", "gemma2", "gemma3", "llama"])
 @pytest.mark.parametrize("padding", [None, "left"])
 def test_greedy_generation_gives_the_same_tokens(name, padding):
@@ -341,9 +333,9 @@ def test_unsupported_arguments_raise():
     q = torch.randn(1, 4, 5, 8)
     with pytest.raises(
         NotImplementedError,
-        match=r"cu_seq_lens_q: wanted None, .* got Tensor \[3\] in GPT2",
+        match=r"cu_seqlens: wanted None, .* got Tensor \[3\] in GPT2",
     ):
-        hf.attention_forward(module, q, q, q, None, cu_seq_lens_q=torch.zeros(3))
+        hf.attention_forward(module, q, q, q, None, cu_seqlens=torch.zeros(3))
     with pytest.raises(
         NotImplementedError, match=r"attention_mask: wanted a Mask of attnbias, .* got Tensor \[1, 5\]"
     ):
