@@ -14,6 +14,11 @@ A model takes 75 seconds on one core with AVX512-BF16 and --bf16, more than twic
 stored when it is ready: run the command again after an interrupt, and it goes on with the next. The text is
 the source of Python's standard library. The settings of --paper are those of Kuang et al. (2025) for
 OpenWebText, days on a GPU; they have never run here.
+
+In the stored results, at the better of two rates, plain attention reaches 1.49 nats per character, the window
+1.49 and multi-level scores 1.57; the trigram table has 1.79, that of five characters 1.38. So the paper's
+small advantage of multi-level scores over both does not show with 3 layers, 2.5 million characters and 256 of
+context. The better rate was the higher one for all, so higher ones may be better still.
 """
 
 from __future__ import annotations
