@@ -72,12 +72,13 @@ class Row(NamedTuple):
             yield f"wgmma serialised: {self.serial}"
 
 
-# What is known to break a limit: by the name of a row, the start of a fault. Here wgmma takes 64 keys for
-# four warps, whose registers do not hold dK and dV; so eight compute the same scores twice.
+# What is known to break a limit: by the name of a row, the start of a fault.
 KNOWN = {
     # Four warps side by side take 64 rows where a tile has no more columns than rows, and these have 32.
-    "sm_80 float32 D=16 dQ": ("2.00 of",),
-    "sm_80 float32 D=16 dK/dV": ("2.00 of",),
+    **{f"sm_{sm} float32 D=16 {which}": ("2.00 of",) for sm in ARCH for which in ("dQ", "dK/dV")},
+    # The same with 16 rows; larger tiles do not fit in 99 KB.
+    **{f"sm_{sm} float32 D={d} dK/dV": ("1.50 of",) for sm in (86, 89, 120) for d in (192, 256)},
+    # wgmma takes 64 keys for four warps, whose registers do not hold dK and dV; so eight share the scores.
     "sm_90 bfloat16 D=192 dK/dV": ("1.50 of",),
     "sm_90 bfloat16 D=256 dK/dV": ("1.50 of",),
     "sm_90 bfloat16 D=256 lists of 64 dK/dV": ("1.50 of",),
