@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_MOST_SHOWN = 80  # characters of a wrong argument
 
 
 def as_flag(name: str, value: Any) -> bool:
@@ -20,9 +24,47 @@ def as_flag(name: str, value: Any) -> bool:
 def check_dense(name: str, x: object) -> None:
     """Raise TypeError unless it is a tensor, neither sparse nor nested."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: wanted a tensor, got {type(x).__name__} {x!r}")
+        raise TypeError(f"{name}: wanted a tensor, got {words_of(x)}")
     if x.is_nested or x.layout != torch.strided:
         raise TypeError(f"{name}: wanted a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
+
+
+def words_of(x: object) -> str:
+    """Name what was given, in one line.
+
+    Example:
+        >>> words_of([1, 2])
+        'list [1, 2]'
+        >>> words_of(np.zeros((4, 8)))
+        'a NumPy array [4, 8]; torch.from_numpy makes a tensor of it'
+    """
+    if isinstance(x, Tensor):
+        return f"a tensor {'of nested ones' if x.is_nested else list(x.shape)}"
+    if isinstance(x, np.ndarray):
+        return f"a NumPy array {list(x.shape)}; torch.from_numpy makes a tensor of it"
+    text = " ".join(repr(x).split())
+    return f"{type(x).__name__} {text if len(text) <= _MOST_SHOWN else f'{text[:_MOST_SHOWN]}...'}"
+
+
+def warn_caller(text: str) -> None:
+    """Warn at the line that called the library."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and frame.f_globals["__name__"].partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    warnings.warn(text, stacklevel=level)
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that a mistyped one is most like, or None.
+
+    Example:
+        >>> closest("causal", ["Window", "Causal"])
+        'Causal'
+    """
+    from difflib import get_close_matches
+
+    names = {each.lower(): each for each in known}
+    return next((names[each] for each in get_close_matches(name.lower(), names, 1)), None)
 
 
 def as_indices(name: str, value: Any, ranks: Sequence[int]) -> Tensor:

@@ -125,7 +125,8 @@ def attention(
         sink: [H], a logit that takes its share of each softmax and has no value.
         dropout_p: share of the probabilities to drop, with torch's generator.
         q_start: position of the first query among the keys; "end" puts the last query at the last
-            key, as in decoding with a cache.
+            key, as in decoding with a cache. With the default, 0, a single query stands at the first key,
+            and ``Causal()`` lets it see that key alone.
         enable_gqa: False refuses fewer key heads than query heads; they are accepted otherwise.
         return_lse: return the logarithm of each row's softmax sum, too.
         return_max: return the largest score of each row, too; it has no gradient.

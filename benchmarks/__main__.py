@@ -21,6 +21,12 @@ from .measure.record import exit_code, load, path_of, save
 from .report import page, tables
 
 WHAT = ("attention", "layouts", "gate", "costs", "threads")
+EXAMPLES = """\
+examples:
+  attnbias bench                                   a quick run: a table, and files in results/
+  attnbias bench --case window --compare results/earlier.json
+  attnbias bench gate --isa avx2                   exit code 1: a speed floor is not held
+"""
 
 
 def print_scaling(names: Iterable[str], rounds: int) -> None:
@@ -56,7 +62,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     Raises:
         ValueError: if one of them is wrong.
     """
-    parser = argparse.ArgumentParser(prog="attnbias bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="attnbias bench",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "what", nargs="?", default="attention", choices=WHAT, help="what to measure (attention)"
     )

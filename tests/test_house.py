@@ -55,7 +55,7 @@ LAYERS = (
     ("attnbias.benchmarks.report",),
     ("attnbias.benchmarks.gate",),
     ("attnbias.benchmarks",),
-    ("attnbias.report",),
+    ("attnbias.report", "attnbias.command"),
     ("attnbias.__main__", "fakecuda.measure", "fakecuda.__main__", "readme_pictures", "support_page"),
 )
 _MADE_BY_METHOD = "graph.shard() makes a value of a higher row, which it imports when it is called"

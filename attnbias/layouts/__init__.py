@@ -14,7 +14,9 @@
                 tells the host when they did not fit
 ``cache``       layouts built once; ``streams`` makes them safe for other streams and captured CUDA graphs
 ``validate``    checks of a layout from outside; ``storage`` saves and loads
-``stats``       counts of work; ``picture`` draws
+``stats``       counts of work
+``picture``     draws tiles as characters, and counts the cells that ``html`` (notebooks) and ``plot``
+                (matplotlib) colour
 ``runs``        ranges of keys read back from tiles, for kernels that take ranges
 
 Imports ``attnbias.sets`` and the C++ library, no relation and no backend.

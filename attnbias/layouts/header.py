@@ -210,3 +210,13 @@ class Header:
 
 SIZES = tuple(Header.__dataclass_fields__)[:-1]
 FIXED = len(SIZES) + len(FIELDS)  # entries of ``where`` in every layout: sizes and offsets
+
+
+def tile_lengths(length: int, tile: int) -> Ints:
+    """Return how many tokens each tile of a side has: only the last may be short.
+
+    Example:
+        >>> tile_lengths(130, 64)
+        array([64, 64,  2])
+    """
+    return np.diff(np.append(np.arange(0, length, tile), length))

@@ -13,13 +13,15 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .build import build_layout
 from .fill import Form
-from .picture import draw
+from .picture import MOST_TILES, cells_of, draw
 from .record import Record
 from .stats import Stats, count_work
 from .storage import load, save
 from .validate import validate
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from ..relations.relation import Relation
     from ..scores.multilevel import MultiLevel
 
@@ -61,7 +63,7 @@ class Layout(Record):
     def build(
         relation: Relation,
         q_len: int,
-        k_len: int,
+        k_len: int | None = None,
         *,
         q_start: int | Literal["end"] = 0,
         device: torch.device | str = "cpu",
@@ -77,7 +79,7 @@ class Layout(Record):
         Args:
             relation: what to lay out.
             q_len: number of queries.
-            k_len: number of keys.
+            k_len: number of keys; as many as queries if None.
             q_start: position of the first query among the keys, or "end".
             device: where the tensors go; "cpu" costs are assumed on the CPU, a GPU's elsewhere.
             form: "tiles" or "edges" forces one form, "auto" chooses per query tile by counted work.
@@ -91,14 +93,14 @@ class Layout(Record):
 
         Example:
             >>> import attnbias as ab
-            >>> stats = ab.Layout.build(ab.Causal(), 256, 256, tile=64).stats()
+            >>> stats = ab.Layout.build(ab.Causal(), 256, tile=64).stats()
             >>> stats.tiles_full, stats.tiles_partial, stats.patterns, stats.pairs, stats.executed
             (6, 4, 1, 32896, 40960)
         """
         made = build_layout(
             relation,
             q_len,
-            k_len,
+            q_len if k_len is None else k_len,
             q_start=q_start,
             device=device,
             form=form,
@@ -175,8 +177,43 @@ class Layout(Record):
         return Layout(*load(path)).trust().to(device)
 
     def picture(self, path: str | Path | None = None, *, group: int = 0) -> str:
-        """Draw the tiles: '#' full, '+' partial, '.' empty, 'e' edges; also as a PNG when a path is given."""
-        return draw(self, path, group)
+        """Draw the tiles: '#' full, '+' partial, '.' empty, 'e' edges; with a path, also a picture there."""
+        if path is not None:
+            from .plot import save
+
+            save(cells_of(self, group), path, self._words)
+        return draw(self, group)
+
+    def plot(self, axes: Axes | None = None, *, group: int = 0, title: str | None = None) -> Axes:
+        """Draw with matplotlib which pairs are related, coloured by how the layout holds them.
+
+        Above 128 tokens a cell stands for a square of pairs, and is shaded by how many of them are related.
+
+        Args:
+            axes: where to draw; those of a new figure if None.
+            group: which of its groups.
+            title: what to write above.
+
+        Example:
+            >>> import attnbias as ab
+            >>> axes = ab.Causal().layout(300, 300).plot()  # doctest: +SKIP
+        """
+        from .plot import plot
+
+        return plot(cells_of(self, group), title or self._words, axes)
+
+    @property
+    def _words(self) -> str:
+        return f"{self.q_len:,} queries x {self.k_len:,} keys"
+
+    def _repr_html_(self) -> str | None:
+        from .html import page
+
+        if max(self.q_len, self.k_len) > MOST_TILES * self.tile:
+            return None
+        several = [f"group 0 of {self.groups}"] if self.groups > 1 else []
+        title = f"Layout of {self._words}"
+        return page(cells_of(self, 0), title, [*several, str(self.stats())], tile=self.tile)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):

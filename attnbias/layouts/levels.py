@@ -12,7 +12,7 @@ from torch import Tensor
 from ..sets.intervals import Ints, pointer
 from ..sets.levels import Levels
 from .fill import Side, fill
-from .header import Header
+from .header import Header, tile_lengths
 from .record import Record
 from .tiles import PatternBook, transpose_words
 
@@ -123,5 +123,6 @@ def count_macs(layout: Record, partial: Ints) -> int:
     mark = fields.q_mark[:-1].cpu().numpy().astype(np.int64)
     query_tile, key_tile = row[partial] % max(header.q_tiles, 1), col[partial]
     mark[partial] = tile_depths(levels, header, TileStarts.of(header), query_tile, key_tile)[1]
-    dims = int(np.array((0, *levels.prefixes))[mark].sum())
-    return dims * header.tile**2
+    height = tile_lengths(header.q_len, header.tile)[row % max(header.q_tiles, 1)]
+    area = height * tile_lengths(header.k_len, header.tile)[col]
+    return int((np.array((0, *levels.prefixes))[mark] * area).sum())

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..sets.intervals import gather_ranges
+from .header import tile_lengths
 from .levels import count_macs
 from .record import Record
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stats:
-    """Tiles, edges, pairs and bytes of a layout; each group counts once, however many heads use it."""
+    """Tiles, edges, pairs and bytes of a layout; each group counts once, however many heads use it.
+
+    ``executed`` counts the edges, and the pairs of the listed tiles that are inside the lengths.
+    """
 
     tile: int
     tiles_full: int
@@ -46,25 +50,28 @@ class Stats:
             + (f"; {self.score_macs} multiply-adds of scores" if self.score_macs else "")
         )
 
+    __repr__ = __str__  # what a notebook shows
+
 
 def count_work(layout: Record) -> Stats:
     """Count tiles by kind, pairs needed and executed, edges and bytes, summed over the groups."""
     header, fields = layout.header, layout.fields
-    tile, area_of_tile = header.tile, header.tile**2
+    tile = header.tile
     ptr = fields.q_ptr.cpu().numpy().astype(np.int64).reshape(-1, header.classes + 1)
     full = ptr[:, -2] - ptr[:, 0]
     # A full tile by query may have fewer rows than its size, never fewer keys.
-    height = np.full(header.q_tiles, tile)
-    height[header.q_len // tile :] = header.q_len % tile
+    height = tile_lengths(header.q_len, tile)
     area = int((full.reshape(header.groups, -1) * height).sum()) * tile
     bits = np.unpackbits(fields.patterns.cpu().numpy().view(np.uint8).reshape(-1))
-    per_pattern = bits.reshape(header.patterns_count, area_of_tile).sum(1, dtype=np.int64)
+    per_pattern = bits.reshape(header.patterns_count, tile**2).sum(1, dtype=np.int64)
     listed = int(ptr[-1, -1]) if len(ptr) else 0  # a layout with a capacity has room for more
     bounds = np.append(ptr[:, -2:].reshape(-1), listed)  # alternating: partial tiles, full tiles
     _, partial = gather_ranges(bounds, np.arange(0, len(bounds) - 1, 2))
     marks = fields.q_mark.cpu().numpy()[partial]
     pairs = area + int(per_pattern[marks].sum()) + header.edges
-    executed = listed * area_of_tile + header.edges
+    width = tile_lengths(header.k_len, tile)[fields.q_tile[:listed].cpu().numpy()]
+    executed = int((np.repeat(np.tile(height, header.groups), ptr[:, -1] - ptr[:, 0]) * width).sum())
+    executed += header.edges
     return Stats(
         tile=tile,
         tiles_full=int(full.sum()),

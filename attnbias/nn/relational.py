@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ..arguments import as_flag
 from ..attention import attention
 from ..layouts.layout import Layout
-from ..op.problem import Options, describe
+from ..op.problem import Options
 from ..op.weights import attention_weights
+from ..op.words import describe
 from ..relations import Full, Relation
 from ..relations.relation import resolve_start
 from ..scores.multilevel import MultiLevel

@@ -1,6 +1,6 @@
 """The middle of a call: check it, choose a backend, run it.
 
-``problem``     the checked arguments; every argument error is raised there
+``problem``     the checked arguments; every argument error is raised there, in the ``words`` of that module
 ``dispatch``    the list of backends, and the choice among them
 ``run``         runs a problem: in eager as one ``Call``, while tracing as the op
 ``library``     the PyTorch op, its derivative, and the short cut of eager calls

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .problem import Options
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The backend of a call, the reasons for it, and the work; print it to read it."""
 
@@ -46,6 +46,8 @@ class Explanation:
             *((("split", self.split),) if self.split else ()),
         ]
         return "\n".join(f"{name:8}{what}" for name, what in rows)
+
+    __repr__ = __str__  # what a notebook shows
 
 
 def explain(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
-from ..arguments import as_flag, check_dense
+from ..arguments import as_flag, check_dense, words_of
 from ..backends.places import Places
 from ..layouts.layout import Layout
 from ..layouts.overflow import raise_overflow
@@ -19,6 +19,7 @@ from ..relations.relation import Relation
 from ..scores.additive import AdditiveScore, Score
 from ..scores.multilevel import MultiLevel
 from ..scores.terms import KernelTerm, Sizes
+from .words import advise_option, describe, guess_order, shape_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -144,7 +145,7 @@ class Problem:
         given: Options = {**DEFAULTS, **options} if options else DEFAULTS
         if len(given) != len(DEFAULTS):
             unknown = next(name for name in options if name not in DEFAULTS)
-            raise TypeError(f"{unknown}: no such argument; there are {', '.join(DEFAULTS)}")
+            raise TypeError(f"{unknown}: no such argument; {advise_option(unknown, DEFAULTS)}")
         self.squeeze = _check_tensors(query, key, value)
         if self.squeeze:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -207,7 +208,10 @@ class Problem:
         elif self.relation is not _FULL:
             assert self.relation is not None
             B, H, Q, _ = self.query.shape
-            self.relation.check(Q, self.key.shape[2], self.q_start, batch=B, heads=H)
+            try:
+                self.relation.check(Q, self.key.shape[2], self.q_start, batch=B, heads=H)
+            except ValueError as error:
+                raise ValueError(f"{error}{guess_order(self.key, self.relation.lengths[1])}") from None
         if self.form == "edges":
             _fit_edges(self)
 
@@ -288,7 +292,7 @@ def _fit_places(places: Places, problem: Problem) -> None:
         if positions is None:
             continue
         if positions.dtype != torch.int32 or positions.shape != (count,):
-            got = f"{positions.dtype} {_shape(positions)}"
+            got = f"{positions.dtype} {shape_of(positions)}"
             raise ValueError(f"places.{name}: wanted torch.int32 [{count}], got {got}")
         if positions.device != device:
             raise ValueError(f"places.{name}: wanted the query's device, {device}, got {positions.device}")
@@ -325,7 +329,7 @@ def _fit_edges(problem: Problem) -> None:
 def _check_score(score: object) -> Score | None:
     if score is not None and not isinstance(score, (AdditiveScore, MultiLevel)):
         wanted = "None (the dot product), an AdditiveScore or a MultiLevel"
-        raise TypeError(f"score: wanted {wanted}, got {_kind(score)}")
+        raise TypeError(f"score: wanted {wanted}, got {words_of(score)}")
     return score
 
 
@@ -335,13 +339,13 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> bool:
         check_dense(name, x)
     rank = query.dim()
     if rank not in (3, 4):
-        raise ValueError(f"query: wanted [B, H, Q, D] or [H, Q, D], got {rank} dimensions, {_shape(query)}")
+        raise ValueError(f"query: wanted [B, H, Q, D] or [H, Q, D], got {rank} dimensions, {shape_of(query)}")
     dtype, device = query.dtype, query.device
     if dtype not in DTYPES:
         raise TypeError(f"query: wanted float32, float16, bfloat16 or float64, got {dtype}")
     for name, x in (("key", key), ("value", value)):
         if x.dim() != rank:
-            raise ValueError(f"{name}: wanted {rank} dimensions like query, got {x.dim()}, {_shape(x)}")
+            raise ValueError(f"{name}: wanted {rank} dimensions like query, got {x.dim()}, {shape_of(x)}")
         if x.dtype != dtype:
             raise TypeError(f"{name}: wanted the query's dtype, {dtype}, got {x.dtype}")
         if x.device != device:
@@ -362,17 +366,18 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool | 
         enable_gqa = as_flag("enable_gqa", enable_gqa)
     if Hk != H:
         if Hk == 0 or H % Hk != 0:
-            raise ValueError(f"key: wanted a head count that divides the query's {H}, got {Hk}")
+            hint = guess_order(key, Hk if query.shape[2] == K else None)
+            raise ValueError(f"key: wanted a head count that divides the query's {H}, got {Hk}{hint}")
         if enable_gqa is False:
             raise ValueError(f"key: wanted the query's {H} heads because of enable_gqa=False, got {Hk}")
     if value_length != K:
         raise ValueError(f"value: wanted the key's length, {K}, got {value_length}")
     if D == 0:
-        raise ValueError(f"query: wanted a head size D of at least 1, got {_shape(query)}")
+        raise ValueError(f"query: wanted a head size D of at least 1, got {shape_of(query)}")
     if key_size != D:
         raise ValueError(f"key: wanted the query's head size D, {D}, got {key_size}")
     if E == 0:
-        raise ValueError(f"value: wanted a value size E of at least 1, got {_shape(value)}")
+        raise ValueError(f"value: wanted a value size E of at least 1, got {shape_of(value)}")
 
 
 def _check_scale(scale: float | None, query: Tensor, score: Score | None) -> float:
@@ -403,10 +408,10 @@ def _check_sink(sink: Tensor | None, query: Tensor) -> Tensor | None:
         return None
     heads = query.shape[1]
     if not isinstance(sink, Tensor):
-        raise TypeError(f"sink: wanted a tensor [H], got {_kind(sink)}")
+        raise TypeError(f"sink: wanted a tensor [H], got {words_of(sink)}")
     check_dense("sink", sink)
     if sink.dim() != 1 or sink.shape[0] != heads:
-        raise ValueError(f"sink: wanted a logit per query head, [{heads}], got {_shape(sink)}")
+        raise ValueError(f"sink: wanted a logit per query head, [{heads}], got {shape_of(sink)}")
     if sink.dtype not in DTYPES:
         raise TypeError(f"sink: wanted a floating-point tensor, got {sink.dtype}")
     if sink.device != query.device:
@@ -416,11 +421,11 @@ def _check_sink(sink: Tensor | None, query: Tensor) -> Tensor | None:
 
 def _check_terms(terms: Sequence[Term]) -> tuple[Term, ...]:
     if not isinstance(terms, (list, tuple)):
-        raise TypeError(f"terms: wanted a list or tuple of score terms, got {_kind(terms)}")
+        raise TypeError(f"terms: wanted a list or tuple of score terms, got {words_of(terms)}")
     for i, term in enumerate(terms):
         if not callable(getattr(term, "value", None)):
             raise TypeError(
-                f"terms[{i}]: wanted a score term, which has a method value(b, h, q, k), got {_kind(term)}"
+                f"terms[{i}]: wanted a score term, which has a method value(b, h, q, k), got {words_of(term)}"
             )
     return tuple(terms)
 
@@ -440,48 +445,4 @@ def _is_number(x: object) -> bool:
 def _wrong_number(name: str, wanted: str, got: object) -> TypeError | ValueError:
     if _is_number(got):
         return ValueError(f"{name}: wanted {wanted}, got {got}")
-    return TypeError(f"{name}: wanted {wanted}, got {_kind(got)}")
-
-
-def describe(got: Any) -> str:
-    """Name what was given for a relation, and what makes a relation of it."""
-    if isinstance(got, Tensor):
-        return f"a tensor {_shape(got)}{_advise(got)}"
-    if hasattr(got, "edge_index"):
-        return f"{type(got).__name__}, which has edges; use ab.Graph(data)"
-    if hasattr(got, "attend_sharded"):
-        return f"a {type(got).__name__}; only attention runs on several processes"
-    if type(got).__name__ == "BlockMask":
-        return "a BlockMask; use attnbias.integrations.flex.from_block_mask(mask)"
-    if isinstance(got, type) and issubclass(got, Relation):
-        return f"the class {got.__name__}; make a value of it, {got.__name__}(...)"
-    if callable(got):
-        return "a function; for a predicate or a mask_mod use ab.Where(function)"
-    return _kind(got)
-
-
-def _advise(got: Tensor) -> str:
-    """Return what to make of a tensor: an adjacency matrix is square, a mask boolean, edges are integers."""
-    if got.is_nested:
-        return "; for a boolean mask use ab.Dense(mask)"
-    if got.is_sparse or got.layout != torch.strided:
-        return "; for a sparse adjacency matrix, row = query, use ab.Graph.from_adjacency(matrix)"
-    is_square = got.dim() == 2 and got.shape[0] == got.shape[1]
-    matrix = "for an adjacency matrix, row = query, use ab.Graph.from_adjacency(matrix)"
-    if got.dtype in (torch.int64, torch.int32):
-        edges = "for edges use ab.Graph(edge_index, num_nodes)"
-        if not is_square:
-            return f" of integers; {edges}"
-        return f" of integers; {matrix}" + (f"; {edges}" if len(got) == 2 else "")
-    mask = "for a boolean mask use ab.Dense(mask)"
-    return f"; {matrix}; {mask}" if is_square else f"; {mask}"
-
-
-def _kind(x: object) -> str:
-    if isinstance(x, Tensor):
-        return f"a tensor {_shape(x)}"
-    return f"{type(x).__name__} {x!r}"
-
-
-def _shape(x: Tensor) -> str:
-    return "of nested ones" if x.is_nested else str(list(x.shape))
+    return TypeError(f"{name}: wanted {wanted}, got {words_of(got)}")

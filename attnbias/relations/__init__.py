@@ -8,8 +8,8 @@ some queries of one.
 
 They share ``tables`` (data by batch and head), ``listing`` (pairs stored one by one), ``orders`` (of
 nodes), ``graph_inputs`` and ``range_forms`` (graphs and ranges of other libraries) and ``pointwise``
-(functions of one pair, called for many). ``expression`` parses what a repr prints; ``recipe`` writes a
-relation as text and tensors, for traced programs.
+(functions of one pair, called for many). ``display`` draws relations. ``expression`` parses what a repr
+prints; ``recipe`` writes a relation as text and tensors, for traced programs.
 
 Import the classes from here. To add one, write it in the file where it fits, or in a file of its own, and
 export it below: subclassing ``Relation`` registers it. CONTRIBUTING.md lists what else it needs.

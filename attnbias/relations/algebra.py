@@ -335,6 +335,9 @@ class Shifted(Moved):
 
     distance: int
 
+    def _check(self, at: Place) -> None:
+        super()._check(at._replace(k_start=at.k_start - self.distance))
+
     def _source(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         keys = self.lengths[1]  # beyond the ends of data nothing is related
         exists = None if keys is None else (k >= self.distance) & (k - self.distance < keys)

@@ -16,7 +16,7 @@ from ..sets.intervals import Intervals, Ints, pointer
 from .algebra import Compound
 from .relation import Relation
 from .tables import distinct_rows, look_up
-from .value import kept
+from .value import kept, show
 
 
 class Documents(Relation):
@@ -51,6 +51,15 @@ class Documents(Relation):
                     f"and {list(self.ids.shape)}"
                 )
         super().__post_init__()
+
+    def _check(self, at: Place) -> None:
+        try:
+            super()._check(at)
+        except ValueError as error:
+            if self.key_ids is None and self.ids.dim() == 1 and int(self.ids.sum()) == at.k_len:
+                lengths = f"for documents of these lengths use Documents.from_lengths({show(self.ids)})"
+                raise ValueError(f"{error}; {lengths}") from None
+            raise
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Tensor, *, total: int | None = None) -> Documents:

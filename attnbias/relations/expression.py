@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..arguments import closest
 from .recipe import registered_classes
 from .relation import Relation
 
@@ -74,6 +76,11 @@ class _Reader:
                 arguments = [self.build(part) for part in node.args]
                 keywords = {word.arg or "**": self.build(word.value) for word in node.keywords}
                 return self._call(function, arguments, keywords)
+            case ast.Name(id=name):
+                made = classes().get(name) or self.functions.get(name)
+                if made is not None:
+                    raise ValueError(f"expression: {name!r} is no relation by itself; write {call_of(made)}")
+                raise self._unknown(name)
         raise ValueError(f"expression: {ast.unparse(node)!r} is not allowed in {self.text!r}")
 
     def relation(self, node: ast.expr) -> Relation:
@@ -91,28 +98,48 @@ class _Reader:
         return found[place]
 
     def _call(self, function: ast.expr, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        classes = _classes()
+        known = classes()
         match function:
             case ast.Name(id="range"):
                 return list(range(*arguments))
-            case ast.Name(id=name) if name in classes or name in self.functions:
-                made: Any = classes.get(name) or self.functions[name]
-            case ast.Attribute(value=ast.Name(id=name), attr=method) if (
-                name in classes and method in _METHODS
-            ):
-                made = getattr(classes[name], method)
+            case ast.Name(id=name) if name in known or name in self.functions:
+                made: Any = known.get(name) or self.functions[name]
+            case ast.Attribute(value=ast.Name(id=name), attr=method) if name in known and method in _METHODS:
+                made = getattr(known[name], method)
             case ast.Attribute(value=inner, attr=method) if method in _METHODS:
                 made = getattr(self.relation(inner), method)
             case _:
-                known = ", ".join(sorted((*classes, *self.functions)))
-                raise ValueError(f"expression: {ast.unparse(function)!r} is none of {known}")
+                raise self._unknown(ast.unparse(function))
         try:
             return made(*arguments, **keywords)
         except TypeError as error:
             raise ValueError(f"expression: {ast.unparse(function)}: {error}") from None
 
+    def _unknown(self, name: str) -> ValueError:
+        known: dict[str, Callable[..., Any]] = {**classes(), **self.functions}
+        near = closest(name, known)
+        if near is not None:
+            return ValueError(f"expression: {name!r} is not known; did you mean {call_of(known[near])}?")
+        return ValueError(f"expression: {name!r} is none of {', '.join(sorted(known))}")
 
-def _classes() -> dict[str, type]:
+
+def call_of(made: Callable[..., Any]) -> str:
+    """Return how to call a class or function: with the arguments that it needs.
+
+    Example:
+        >>> import attnbias as ab
+        >>> call_of(ab.Causal), call_of(ab.Global)
+        ('Causal()', 'Global(positions=...)')
+    """
+    needed = [
+        f"{name}=..."
+        for name, each in inspect.signature(made).parameters.items()
+        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+    ]
+    return f"{made.__name__}({', '.join(needed)})"
+
+
+def classes() -> dict[str, type]:
     """Return the classes that can be named: those that the package exports, and those of its users."""
     exported = vars(sys.modules[__package__])
     return {

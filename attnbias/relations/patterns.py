@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import as_count, as_indices
+from ..arguments import as_count, as_indices, warn_caller
 from ..sets.bound import MANY_RANGES, MOST_PER_ROW, Bound, Place
 from ..sets.intervals import Intervals, Ints, make_groups
 from ..sets.predicate import Predicate
@@ -274,6 +274,12 @@ class Global(Relation):
             raise ValueError(f"positions: wanted 0 or more, got {positions[0]}")
         object.__setattr__(self, "positions", tuple(positions))
         super().__post_init__()
+
+    def _check(self, at: Place) -> None:
+        super()._check(at)
+        first = next(iter(self.positions), 0)
+        if not at.is_moved and at.q_len and at.k_len and first >= max(at.k_stop, at.q_start + at.q_len):
+            warn_caller(f"Global: its first position, {first}, is past the last token: it relates nothing")
 
     def related(self, q: Tensor, k: Tensor, b: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         chosen = torch.tensor(tuple(self.positions), dtype=torch.int64, device=q.device)

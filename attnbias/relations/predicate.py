@@ -97,7 +97,7 @@ class Where(Relation):
         return Where, hashable(self.fn)
 
     def __repr__(self) -> str:
-        return f"Where(<{getattr(self.fn, '__qualname__', type(self.fn).__name__)}>)"
+        return f"Where({getattr(self.fn, '__qualname__', type(self.fn).__name__)})"  # dynamo traces no more
 
 
 class Dense(Tabled):

@@ -24,6 +24,8 @@ from .recipe import register
 from .value import Value, integer
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from ..layouts.fill import Form
     from ..layouts.layout import Layout
     from ..layouts.outline import Outline
@@ -228,7 +230,7 @@ class Relation(Value):
     def layout(
         self,
         q_len: int,
-        k_len: int,
+        k_len: int | None = None,
         *,
         q_start: Start = 0,
         device: torch.device | str = "cpu",
@@ -242,6 +244,7 @@ class Relation(Value):
 
         The arguments are those of :meth:`Layout.build`. A layout with a capacity is built anew in each call.
         """
+        k_len = q_len if k_len is None else k_len
         make = cached_layout
         if torch.is_inference_mode_enabled():  # what is kept is used in training, too
             make = torch.inference_mode(False)(cached_layout)
@@ -262,9 +265,19 @@ class Relation(Value):
     # -- a look at the pairs ----------------------------------------------------------------------
 
     def dense(
-        self, q_len: int, k_len: int, q_start: Start = 0, *, batch: Size = None, heads: Size = None
+        self,
+        q_len: int,
+        k_len: int | None = None,
+        q_start: Start = 0,
+        *,
+        batch: Size = None,
+        heads: Size = None,
     ) -> Tensor:
-        """Return booleans [q_len, k_len], or [batch, heads, q_len, k_len] if the relation differs there."""
+        """Return booleans [q_len, k_len], or [batch, heads, q_len, k_len] if the relation differs there.
+
+        There are as many keys as queries if ``k_len`` is None, here and in the methods below.
+        """
+        k_len = q_len if k_len is None else k_len
         start, device = resolve_start(q_start, q_len, k_len), self._device
         self.check(q_len, k_len, start, batch, heads)
         self._sizes_in_use(Place(q_len, k_len, start, batch, heads, str(device)))  # raises if one is missing
@@ -275,12 +288,14 @@ class Relation(Value):
         grid = grid.expand(len(b), len(h), q_len, k_len).contiguous()
         return grid[0, 0] if len(b) == len(h) == 1 else grid
 
-    def picture(self, q_len: int, k_len: int, q_start: Start = 0, *, batch: int = 0, head: int = 0) -> str:
+    def picture(
+        self, q_len: int, k_len: int | None = None, q_start: Start = 0, *, batch: int = 0, head: int = 0
+    ) -> str:
         """Draw the relation of one batch and head: a line per query, '#' where it may attend to the key.
 
         Example:
             >>> import attnbias as ab
-            >>> print(ab.Window(before=1).picture(4, 4))
+            >>> print(ab.Window(before=1).picture(4))
             #...
             ##..
             .##.
@@ -295,16 +310,69 @@ class Relation(Value):
             grid = grid[min(batch, len(grid) - 1), min(head, grid.shape[1] - 1)]
         return "\n".join("".join("#" if x else "." for x in row) for row in grid.tolist())
 
+    def plot(
+        self,
+        q_len: int | None = None,
+        k_len: int | None = None,
+        q_start: Start = 0,
+        *,
+        batch: int = 0,
+        head: int = 0,
+        axes: Axes | None = None,
+        title: str | None = None,
+    ) -> Axes:
+        """Draw with matplotlib which pairs are related, for one batch and head; return the axes.
+
+        Above 128 tokens a cell stands for a square of pairs, and is shaded by how many of them are related.
+
+        Args:
+            q_len: number of queries; the relation's own if None, or 32.
+            k_len: number of keys; as many as queries if None.
+            q_start: position of the first query among the keys, or "end".
+            batch: which batch, of relations that differ by batch.
+            head: which head, of relations that differ by head.
+            axes: where to draw; those of a new figure if None.
+            title: what to write above, in place of the relation.
+
+        Example:
+            >>> import attnbias as ab
+            >>> axes = (ab.Window(before=9) | ab.Global([0])).plot(64)  # doctest: +SKIP
+        """
+        from ..layouts.plot import plot
+        from . import display
+
+        q_len, k_len = display.lengths_of(self, q_len, k_len)
+        drawn = display.cells(self, q_len, k_len, q_start, batch, head)
+        return plot(drawn, title or repr(self), axes)
+
+    def _repr_html_(self) -> str | None:
+        from . import display
+
+        return display.as_html(self)
+
     def count(
-        self, q_len: int, k_len: int, q_start: Start = 0, *, batch: Size = None, heads: Size = None
+        self,
+        q_len: int,
+        k_len: int | None = None,
+        q_start: Start = 0,
+        *,
+        batch: Size = None,
+        heads: Size = None,
     ) -> int:
         """Return the number of related pairs in ``dense``; where the relation is exact, without a visit."""
+        k_len = q_len if k_len is None else k_len
         bound = self.bind(q_len, k_len, q_start, batch=batch, heads=heads)
         uses = (self.batch_size or batch or 1) * (self.head_count or heads or 1)
         return bound.count() * (uses // bound.group.size)
 
     def ranges(
-        self, q_len: int, k_len: int, q_start: Start = 0, *, batch: Size = None, heads: Size = None
+        self,
+        q_len: int,
+        k_len: int | None = None,
+        q_start: Start = 0,
+        *,
+        batch: Size = None,
+        heads: Size = None,
     ) -> Ranges:
         """Return the keys of each query at these lengths as a relation of ranges.
 
@@ -318,11 +386,17 @@ class Relation(Value):
             >>> (ab.Window(before=0) | ab.Prefix(1)).ranges(3, 3)
             Ranges(start=[[0, 0], [0, 0], [0, 2]], stop=[[1, 0], [2, 0], [1, 3]])
         """
+        k_len = q_len if k_len is None else k_len
         bound = self.bind(q_len, k_len, q_start, batch=batch, heads=heads)
         return self._algebra.ranges(bound, repr(self))
 
     def within(
-        self, other: Relation, q_len: int, k_len: int, q_start: Start = 0, **sizes: Unpack[Sizes]
+        self,
+        other: Relation,
+        q_len: int,
+        k_len: int | None = None,
+        q_start: Start = 0,
+        **sizes: Unpack[Sizes],
     ) -> bool:
         """Return whether the other relation relates every pair that this one does, at these lengths.
 
@@ -331,24 +405,30 @@ class Relation(Value):
 
         Example:
             >>> import attnbias as ab
-            >>> ab.Window(before=255).within(ab.Causal(), 1_000_000, 1_000_000)
+            >>> ab.Window(before=255).within(ab.Causal(), 1_000_000)
             True
         """
+        k_len = q_len if k_len is None else k_len
         known = is_within(*(each.bind(q_len, k_len, q_start, **sizes) for each in (self, other)))
         if known is None:  # without exact forms each pair is tested
             return (self - other).count(q_len, k_len, q_start, **sizes) == 0
         return known
 
     def equivalent(
-        self, other: Relation, q_len: int, k_len: int, q_start: Start = 0, **sizes: Unpack[Sizes]
+        self,
+        other: Relation,
+        q_len: int,
+        k_len: int | None = None,
+        q_start: Start = 0,
+        **sizes: Unpack[Sizes],
     ) -> bool:
         """Return whether both relate the same pairs, at these lengths; ``sizes`` are those of ``within``.
 
         Example:
             >>> import attnbias as ab
-            >>> ab.Window(before=9).equivalent(ab.Causal(), 10, 10)
+            >>> ab.Window(before=9).equivalent(ab.Causal(), 10)
             True
-            >>> ab.Window(before=9).equivalent(ab.Causal(), 11, 11)
+            >>> ab.Window(before=9).equivalent(ab.Causal(), 11)
             False
         """
         both = ((self, other), (other, self))

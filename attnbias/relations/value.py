@@ -16,6 +16,8 @@ from .recipe import Recipe, write
 Result = TypeVar("Result")
 MANY_NUMBERS = 64  # a relation holding more is abbreviated when printed, and keeps its layouts to itself
 
+_LONG = 9  # consecutive numbers that are shown as a range
+
 
 def integer(*, least: int = 0, default: Any = dataclasses.MISSING) -> Any:
     """Declare a field that has to be an integer of at least ``least``."""
@@ -144,6 +146,13 @@ def show(value: Any, short: bool | None = None) -> str:
     short = count_numbers(value) > MANY_NUMBERS if short is None else short
     if isinstance(value, Tensor):
         return f"<{list(value.shape)}>" if short else repr(value.tolist())
+    if isinstance(value, tuple) and _is_range(value):
+        return f"range({value[0]}, {value[-1] + 1})"
     if isinstance(value, tuple):
         return f"<{len(value)}>" if short and len(value) > MANY_NUMBERS // 2 else repr(list(value))
     return repr(value)
+
+
+def _is_range(value: tuple[Any, ...]) -> bool:
+    """Return whether these are consecutive integers, and more than one would like to read."""
+    return len(value) >= _LONG and all(type(x) is int and x == value[0] + i for i, x in enumerate(value))

@@ -7,12 +7,22 @@ import argparse
 import torch
 
 EPILOG = """\
+examples:
+  attnbias report --device cuda --quick
+  attnbias report --device cpu --quick --out try.json.gz
+
 exit codes: 0 all right; 1 a result is wrong; 2 the arguments are; 3 a step raised; 4 the CUDA context or the
 process died in a step. With several, the largest. What needs more memory than there is, or is not installed,
 is noted and changes no code.
 
 The file has no names of hosts, users or folders. A report that was ended goes on where it was; --fresh starts
 anew. A step that kills its process is noted, and a new process goes on behind it.
+"""
+TUNE_EPILOG = """\
+example:
+  attnbias tune --dtype bf16 fp16 --dim 64 128
+
+Exit code 1: a pass could not be measured.
 """
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -37,6 +47,7 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measure configurations of the kernels on this GPU; later calls take the fastest that is right."
     )
+    parser.epilog, parser.formatter_class = TUNE_EPILOG, argparse.RawDescriptionHelpFormatter
     parser.add_argument("--device", default="cuda", help="cuda or cuda:1 (cuda)")
     parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPES), default=["bf16"], help="(bf16)")
     parser.add_argument("--dim", nargs="+", type=int, default=[64, 128], help="head sizes (64 128)")

@@ -37,7 +37,7 @@ class Way(NamedTuple):
     share: float  # of the all-gather's bytes, forward, mean over ranks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """Rows, pairs and bytes of a sharded relation; printed as a table."""
 
@@ -105,6 +105,8 @@ class Report:
         if self.is_tested:
             rows.append("pairs are tested one by one: all that may be related are counted and fetched")
         return "\n".join(rows)
+
+    __repr__ = __str__  # what a notebook shows
 
 
 def _numbers(name: str, x: NDArray[Any]) -> str:

@@ -34,7 +34,7 @@ class Hierarchy:
         return "\n".join(lines)
 
 
-def hierarchy(relations: Mapping[str, Relation], q_len: int, k_len: int) -> Hierarchy:
+def hierarchy(relations: Mapping[str, Relation], q_len: int, k_len: int | None = None) -> Hierarchy:
     """Order relations by inclusion at these lengths.
 
     Example:

@@ -155,9 +155,14 @@ class Theory:
         }
 
 
-def examine() -> Theory:
-    """Check every claim on every backend."""
-    return Theory({title: [_try(claim) for claim in part] for title, part in PARTS.items()})
+def examine(watch: Callable[[str], object] = str) -> Theory:
+    """Check every claim on every backend; ``watch`` hears the name of each before."""
+
+    def check(claim: Claim) -> Verdict:
+        watch(f"{claim.name}, {claim.title}")
+        return _try(claim)
+
+    return Theory({title: [check(claim) for claim in part] for title, part in PARTS.items()})
 
 
 def backends() -> dict[str, Attend]:

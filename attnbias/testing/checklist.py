@@ -23,6 +23,7 @@ from .inputs import make_inputs
 from .shipped import OPTIONS
 
 FORWARD, BACKWARD, ANY_PASS = "forward", "backward", "any pass"
+SHIPPED = "shipped kernels"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # B, H, Hk, Q, K, D, E: one tile, ragged ones with shared keys, odd sizes, few queries.
 SHAPES = (
@@ -82,6 +83,7 @@ class Line(NamedTuple):
     what: str
     which: str
     fault: str
+    relation: str  # or what else the check is of
 
     def __str__(self) -> str:
         return f"{self.backend:10}{self.what:86}{self.which:10}{self.fault or 'ok'}"
@@ -154,7 +156,8 @@ def lines(device: torch.device | str, backend: str | None, wanted: str = "") -> 
     for name in names:
         for check in checks():
             if wanted in str(check):
-                yield from _judge(name, str(check), partial(soak.find_faults, check.drawn(), name, device))
+                find = partial(soak.find_faults, check.drawn(), name, device)
+                yield from _judge(name, check.relation, str(check), find)
 
 
 def shipped_lines(device: torch.device | str, backend: str, wanted: str = "") -> Iterator[Line]:
@@ -168,31 +171,31 @@ def shipped_lines(device: torch.device | str, backend: str, wanted: str = "") ->
         except NotImplementedError:
             continue
         except Exception as error:  # the checks that follow are still useful
-            yield Line(backend, title, ANY_PASS, f"RAISED {words_of(error)}")
+            yield Line(backend, title, ANY_PASS, f"RAISED {words_of(error)}", SHIPPED)
             continue
         if verdict.skipped:
-            yield Line(backend, f"{title} (skipped: {verdict.skipped})", ANY_PASS, "")
+            yield Line(backend, f"{title} (skipped: {verdict.skipped})", ANY_PASS, "", SHIPPED)
             continue
         words = f"  {verdict.kernels}" if verdict.kernels else ""
-        yield from _by_pass(backend, f"{title}{words}", list(verdict.faults.values()))
+        yield from _by_pass(backend, SHIPPED, f"{title}{words}", list(verdict.faults.values()))
 
 
-def _judge(backend: str, what: str, find: Callable[[], list[str]]) -> Iterator[Line]:
+def _judge(backend: str, relation: str, what: str, find: Callable[[], list[str]]) -> Iterator[Line]:
     """Run one comparison; yield a line per pass, one line if it raises, none if the backend refuses it."""
     try:
         faults = find()
     except NotImplementedError:
         return
     except Exception as error:  # the checks that follow are still useful
-        yield Line(backend, what, ANY_PASS, f"RAISED {words_of(error)}")
+        yield Line(backend, what, ANY_PASS, f"RAISED {words_of(error)}", relation)
         return
-    yield from _by_pass(backend, what, faults)
+    yield from _by_pass(backend, relation, what, faults)
 
 
-def _by_pass(backend: str, what: str, faults: list[str]) -> Iterator[Line]:
+def _by_pass(backend: str, relation: str, what: str, faults: list[str]) -> Iterator[Line]:
     for which in (FORWARD, BACKWARD):
         mine = [fault for fault in faults if fault.startswith(("out", "lse", "max")) == (which == FORWARD)]
-        yield Line(backend, what, which, "WRONG " + "; ".join(mine) if mine else "")
+        yield Line(backend, what, which, "WRONG " + "; ".join(mine) if mine else "", relation)
 
 
 def words_of(error: Exception) -> str:
@@ -231,4 +234,4 @@ def long_lines(device: torch.device | str, backend: str | None, tokens: int = LO
         for what, relation in _long_relations(tokens).items():
             title = f"{what:32}{tokens:,} tokens, {len(rows):,} rows compared"
             attend, textbook = partial(attention, relation=relation, backend=name), by_relation(relation)
-            yield from _judge(name, title, partial(compare_rows, attend, textbook, (q, k, v), rows))
+            yield from _judge(name, what, title, partial(compare_rows, attend, textbook, (q, k, v), rows))

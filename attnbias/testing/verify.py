@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 COMPARED = ("query", "key", "value", "sink")  # gradients
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
     """The errors of a call of ``attention`` on given tensors; print it to read it."""
 
@@ -39,12 +39,14 @@ class Verification:
         return not any(result.fault for result in self.results.values())
 
     def __str__(self) -> str:
-        head = f"{self.backend:10}{'error':>10}{'textbook':>10}{'largest':>10}"
+        head = f"{self.backend:10}{'error':>10}{'eager':>10}{'largest':>10}"
         lines = [
             f"{name:10}{result.error:10.1e}{result.eager:10.1e}{result.largest:10.1e}  {result.fault or 'ok'}"
             for name, result in self.results.items()
         ]
         return "\n".join([head, *lines])
+
+    __repr__ = __str__  # what a notebook shows
 
 
 def verify(
@@ -61,7 +63,7 @@ def verify(
     """Compare what ``attention`` computes with these arguments, gradients included, with float64.
 
     Takes the arguments of ``attention``; the gradients are those of a random weighting of the results. Each
-    error is printed next to the error of the textbook computation in the same dtype; no tolerance is tuned.
+    error is printed next to that of eager PyTorch in the same dtype; no tolerance is tuned.
     Memory is bounded, so that long inputs can be verified; the time is that of all Q x K pairs.
 
     Example:

@@ -125,7 +125,20 @@ def test_stats_count_needed_and_executed_work():
     assert ragged.pairs == 7000
     assert (ragged.tiles_full, ragged.tiles_partial) == (2, 2)
     assert "2 full and 2 partial tiles of 64" in str(ragged)
+    assert ragged.executed == 7000 and ragged.waste == 1.0  # nothing is executed past the ends
+    short = ab.Layout.build(ab.Causal(), 40, 40, tile=64, form="tiles").stats()
+    assert (short.pairs, short.executed) == (820, 1600)
+    both = ab.Layout.build(ab.PerHead([ab.Causal(), ab.Window(before=3)]), 70, 130, tile=64, form="tiles")
+    assert both.stats().executed == (64 * 64 + 6 * 128) * 2
+    edges = ab.Layout.build(ab.Dilated(3, before=20), 40, 40, form="edges").stats()
+    assert edges.executed == edges.edges == edges.pairs
     assert ab.Layout.build(ab.Empty(), 0, 0).stats().waste == 1.0
+
+
+def test_stats_show_as_text():
+    stats = ab.Layout.build(ab.Causal(), 40, 40, tile=64, form="tiles").stats()
+    assert repr(stats) == str(stats)
+    assert "820 pairs needed, 1600 executed (1.95x)" in repr(stats)
 
 
 def test_full_tiles_need_no_bounds_along_the_side_that_is_walked():

@@ -424,7 +424,7 @@ def test_wrong_values_are_named(make, words):
             lambda: EncoderDecoderAttention(4)(torch.zeros(3, 4)),
             "memory: wanted the encoder's tokens, got None",
         ),
-        (lambda: GraphAttention(4)(torch.zeros(3, 4), torch.ones(3, 3)), "use ab.Dense"),
+        (lambda: GraphAttention(4)(torch.zeros(3, 4), torch.ones(3, 3)), "use ab.Graph.from_adjacency"),
         (lambda: GraphAttention(4)(torch.zeros(3, 4), None), "^relation: wanted a graph, got None"),
         (lambda: GraphAttention(4)("x", ab.Full()), "^x: wanted a tensor, got str"),
         (lambda: RelationalAttention(4, bias="no"), "^bias: wanted True or False, got 'no'"),

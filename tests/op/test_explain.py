@@ -175,6 +175,19 @@ def test_fault_is_located(monkeypatch, fault):
 
 def test_verification_reads_as_a_table():
     lines = str(ab.verify(*inputs(), ab.Causal(), backend="rows")).splitlines()
-    assert lines[0].split() == ["rows", "error", "textbook", "largest"]
+    assert lines[0].split() == ["rows", "error", "eager", "largest"]
     assert [line.split()[0] for line in lines[1:]] == ["out", "lse", "query", "key", "value"]
     assert all(line.endswith("  ok") for line in lines[1:])
+
+
+# -- in notebooks ------------------------------------------------------------------------------------
+
+
+def test_results_show_as_the_text_that_they_print():
+    explanation, verification = (
+        call(*inputs(), ab.Causal(), backend="rows") for call in (ab.explain, ab.verify)
+    )
+    assert repr(explanation) == str(explanation) and "backend rows: it was asked for" in repr(explanation)
+    assert repr(verification) == str(verification) and repr(verification).startswith("rows ")
+    report = ab.shard(ab.Causal(), 256, 2).explain()
+    assert repr(report) == str(report) and "256 tokens on 2 ranks" in repr(report)

@@ -1,6 +1,8 @@
 """Every argument error of attention, word for word, and the defaults of Problem."""
 
 import math
+import re
+import warnings
 
 import numpy as np
 import pytest
@@ -214,7 +216,12 @@ def test_wrong_relation_names_the_converter():
     words = f"{WANTED}a tensor [2, 2] of integers; {matrix}; for edges use ab.Graph(edge_index, num_nodes)"
     refuse(TypeError, words, q, k, v, edges[:, :2])
     words = f"{WANTED}a tensor [5, 5]; {matrix}; for a boolean mask use ab.Dense(mask)"
-    refuse(TypeError, words, q, k, v, torch.eye(5))
+    refuse(TypeError, words, q, k, v, torch.eye(5, dtype=torch.bool))
+    bias = "for numbers that are added to the scores use terms=[ab.PairBias(mask)]"
+    refuse(TypeError, f"{WANTED}a tensor [5, 5]; {matrix}; {bias}", q, k, v, torch.eye(5))
+    refuse(TypeError, f"{WANTED}a tensor [5, 7]; {bias}", q, k, v, mask.float())
+    words = f"{WANTED}a NumPy array [5, 7]; for a boolean mask use ab.Dense(mask)"
+    refuse(TypeError, words, q, k, v, mask.numpy())
     refuse(
         TypeError,
         f"{WANTED}a tensor [5, 5]; {matrix.replace('an', 'a sparse', 1)}",
@@ -225,7 +232,80 @@ def test_wrong_relation_names_the_converter():
     )
     data = type("Data", (), {"edge_index": edges, "__call__": None})()
     refuse(TypeError, WANTED + "Data, which has edges; use ab.Graph(data)", q, k, v, data)
-    refuse(TypeError, WANTED + "str 'causal'", q, k, v, "causal")
+    refuse(TypeError, WANTED + "str 'causal'; did you mean ab.Causal()?", q, k, v, "causal")
+    refuse(TypeError, WANTED + "str 'globl'; did you mean ab.Global(positions=...)?", q, k, v, "globl")
+    refuse(TypeError, WANTED + "str '?'; wanted a value, such as ab.Causal()", q, k, v, "?")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "is_causal",
+            "pass ab.Causal() as the relation; attnbias.integrations.sdpa has a function with torch's",
+        ),
+        (
+            "attn_mask",
+            "pass ab.Dense(mask) as the relation, or numbers as terms=[ab.PairBias(mask)]; attnbias",
+        ),
+        ("block_mask", "pass attnbias.integrations.flex.from_block_mask(mask) as the relation"),
+        ("window_size", "pass ab.Window(before, after) as the relation"),
+        ("alibi_slopes", "pass terms=[ab.ALiBi(slopes)]"),
+        ("dropout", "did you mean dropout_p?"),
+    ],
+)
+def test_arguments_of_other_libraries_name_ours(name, words):
+    with pytest.raises(
+        TypeError, match=re.escape(f"{name}: no such argument; there are terms, score, scale")
+    ) as error:
+        ab.attention(*inputs(), **{name: True})
+    assert f"enable_gqa; {words}" in str(error.value)
+
+
+def test_an_array_is_named_in_one_line():
+    """The message printed all of its numbers, over 8 lines."""
+    q, k, v = inputs()
+    words = "query: wanted a tensor, got a NumPy array [2, 4, 5, 8]; torch.from_numpy makes a tensor of it"
+    refuse(TypeError, words, q.numpy(), k, v)
+    with pytest.raises(TypeError, match=r"query: wanted a tensor, got list \[0, 1, 2, .{60,90}\.\.\.$"):
+        ab.attention(list(range(1000)), k, v)
+
+
+def test_tokens_before_heads_are_guessed():
+    """[B, L, H, D] in place of [B, H, L, D]: the lengths did not fit, and nothing said why."""
+    q = torch.randn(2, 64, 4, 8)
+    hint = "; wanted [B, H, L, D], and [2, 64, 4, 8] looks like [B, L, H, D]: x.transpose(1, 2) makes it so"
+    relation = ab.Documents.from_lengths([30, 34]) & ab.Causal()
+    refuse(ValueError, f"relation: this Documents is for 64 keys, got k_len = 4{hint}", q, q, q, relation)
+    k = torch.randn(2, 96, 4, 8)
+    words = f"key: wanted a head count that divides the query's 64, got 96{hint.replace('64', '96')}"
+    refuse(ValueError, words, q, k, k)
+    plain = "key: wanted a head count that divides the query's 4, got 3"
+    refuse(ValueError, plain, torch.randn(2, 4, 64, 8), *[torch.randn(2, 3, 64, 8)] * 2)
+
+
+def test_lengths_given_as_document_numbers_are_noticed():
+    q = torch.randn(1, 1, 64, 8)
+    words = (
+        "relation: this Documents is for 2 keys, got k_len = 64; for documents of these lengths use "
+        "Documents.from_lengths([30, 34])"
+    )
+    refuse(ValueError, words, q, q, q, ab.Documents([30, 34]))
+    refuse(ValueError, words, q, q, q, ab.Documents([30, 34]) & ab.Causal())
+    refuse(ValueError, words.partition(";")[0], q, q, q, ab.Documents([30, 35]))
+
+
+def test_global_positions_past_the_end_warn_at_the_callers_line():
+    q = torch.randn(1, 1, 64, 8)
+    words = "Global: its first position, 100, is past the last token: it relates nothing"
+    with pytest.warns(UserWarning, match=words) as caught:
+        ab.attention(q, q, q, ab.Global([100, 200]) | ab.Causal(), backend="reference")
+    assert {each.filename for each in caught} == {__file__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ab.attention(q, q, q, ab.Global([0, 100]) | ab.Causal(), backend="reference")
+        ab.attention(q, q, q, ab.Global([100]), q_start=40, backend="reference")  # the query at 100 is there
+        (ab.Global([]) | ab.Global([5]).shift(-3)).layout(4)
 
 
 def test_block_mask_names_the_converter():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from cases import ROOT
 
+import attnbias as ab
 from attnbias.native import open_library
 
 
@@ -163,3 +164,29 @@ def test_source_distribution_has_all_that_a_build_reads(tmp_path):
     assert wanted - names == set()
     assert {"README.md", "LICENSE", "pyproject.toml", "setup.py"} <= names
     assert not any(name.startswith("tests/") for name in names)
+
+
+def test_help_is_a_tour_whose_code_runs():
+    """Every indented line of the docstring, with the plot that needs an optional package left out."""
+    code = [line.strip() for line in ab.__doc__.splitlines() if line.startswith("    ")]
+    assert len(code) >= 8
+    done = run("\n".join(code).replace("rel.plot(512)", "pass"))
+    assert done.returncode == 0 and "backend" in done.stdout, done.stderr
+
+
+def test_modules_are_loaded_when_they_are_asked_for():
+    names = ("integrations", "nn", "structured", "symmetry")
+    before = f"import sys, attnbias; assert not [x for x in {names} if 'attnbias.' + x in sys.modules]"
+    use = "; ".join(f"attnbias.{name}" for name in (*names, "integrations.sdpa", "integrations.flex"))
+    done = run(f"{before}\n{use}\nprint(attnbias.nn.RelationalAttention.__name__)")
+    assert done.stdout == "RelationalAttention\n", done.stderr
+    assert dir(ab) == sorted((*ab.__all__, *names, "__version__"))
+    assert all(hasattr(ab, name) for name in dir(ab))
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(AttributeError, match="module 'attnbias' has no attribute 'causal'"):
+        ab.causal  # noqa: B018
+    with pytest.raises(AttributeError, match=r"module 'attnbias\.integrations' has no attribute 'nope'"):
+        ab.integrations.nope  # noqa: B018
+    assert "Did you mean: 'Causal'?" in run("import attnbias; attnbias.causal").stderr
