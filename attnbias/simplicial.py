@@ -19,7 +19,8 @@ from torch import Tensor
 from .arguments import as_count, as_flag
 from .attention import attention
 from .layouts.layout import Layout
-from .op.problem import Problem, describe
+from .op.problem import Problem
+from .op.words import describe
 from .relations import PerBatch, PerHead, Ranges, Relation
 from .relations.picked import Picked
 from .relations.portion import portion_of
