@@ -11,7 +11,17 @@ from ..cases.tokens import Attend, Case
 from . import edges, flash, flex, libraries, sdpa
 from .reasons import CannotRunError
 
-__all__ = ["BY_HEAD", "BY_NODE", "COMPILED", "DENSE", "FORWARD_ONLY", "PEERS", "SLOW", "CannotRunError"]
+__all__ = [
+    "BY_HEAD",
+    "BY_NODE",
+    "COMPILED",
+    "DENSE",
+    "FORWARD_ONLY",
+    "PACKAGES",
+    "PEERS",
+    "SLOW",
+    "CannotRunError",
+]
 
 PEERS: dict[str, Callable[[Case], Attend]] = {
     "SDPA": sdpa.sdpa,
@@ -38,6 +48,16 @@ PEERS: dict[str, Callable[[Case], Attend]] = {
     "xFormers": libraries.xformers,
     "NATTEN": libraries.natten,
     "flashinfer": libraries.flashinfer,
+}
+PACKAGES = {  # where it is not torch
+    "PyG": "torch-geometric",
+    "flash-attn": "flash-attn",
+    "FA3": "flash-attn-3",
+    "FA4": "flash-attn-4",
+    "cuDNN Flex": "nvidia-cudnn-frontend",
+    "xFormers": "xformers",
+    "NATTEN": "natten",
+    "flashinfer": "flashinfer-python",
 }
 DENSE = "SDPA, all pairs"  # a bound, not a peer: it computes something else
 COMPILED = ("Flex", "Flex FLASH", "FA4", "cuDNN Flex")  # take ten seconds or more before their first call

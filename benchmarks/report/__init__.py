@@ -1,4 +1,4 @@
-"""The output of a run: tables, plots and one HTML page (``page.css`` is its style).
+"""The output of a run: tables, plots and one HTML page (``page.css`` is its style, ``page.js`` its script).
 
 ======  =======================================================================================
 tables  tables on the terminal: cases, the sweep over density, two runs compared

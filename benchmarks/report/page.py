@@ -15,21 +15,17 @@ from ..measure import terminal
 from ..measure.race import DEFAULT, MATMUL, OURS
 from ..measure.record import Entry, Results, eager_ratio, is_timed, others, quickest, why_untimed
 from ..measure.timing import Spread
+from ..peers.registry import PACKAGES
 from ..static.figures import LOOPS, PASSES, Key, load
 from .tables import notes, verdicts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = {
-    "+": ("partial", "#8fb8de"),
-    "#": ("full", "#1f5a99"),
-    "e": ("edges", "#f2b134"),
-    "*": ("both", "#c8553d"),
-}
+KINDS = {"+": "partial", "#": "full", "e": "edges", "*": "both"}  # classes of page.css
 STATIC_TORCH, STATIC_TRITON = "2.13.0", "3.7.1"
 STATIC_SM = (80, 90, 100, 120)
-CSS = Path(__file__).with_name("page.css")
+CSS, SCRIPT = (Path(__file__).with_name(f"page.{suffix}") for suffix in ("css", "js"))
 
 
 def write(results: Results, figures: Mapping[str, Figure], path: Path) -> Path:
@@ -61,6 +57,7 @@ def render(results: Results, plots: Mapping[str, str]) -> str:
         _table(results["entries"]),
         _list(notes(results["entries"])),
         _list([f"{what}: raised {error}" for what, error in results["raised"].items()]),
+        _versions(results),
         _static(),
         _how(machine, results),
     ]
@@ -74,19 +71,23 @@ def render(results: Results, plots: Mapping[str, str]) -> str:
         f"<p>{_machine_line(machine)}{broken}</p></div></header><main>{''.join(parts)}"
         f"<footer>attnbias {escape(str(machine['attnbias']))}. Made by <code>attnbias bench</code>; every "
         "case was compared with float64 before it was timed. "
-        f"<a download='results.json' href='{_data_link(results)}'>All numbers as JSON</a>."
-        "</footer></main></body></html>\n"
+        f"<a id='data' download='results.json' href='{_data_link(results)}'>All numbers as JSON</a>."
+        "<p><button id='copy' type='button' hidden>Copy the JSON</button> "
+        "<span id='copied' role='status'></span></p>"
+        f"</footer></main><script>{SCRIPT.read_text()}</script></body></html>\n"
     )
 
 
 _SPEED = (
     "Time of the quickest peer that gives the same result over ours: SDPA with <code>is_causal</code>, with "
-    "a mask or on blocks cut out by hand, FlexAttention, a gather. Bars are medians, whiskers 20 % to 80 %."
+    "a mask or on blocks cut out by hand, FlexAttention, a gather. Bars are medians, whiskers 20 % to 80 %; "
+    "right of the line at 1x attnbias is faster."
 )
 _LENGTH = "Forward. A window grows with the tokens, all pairs with their square."
 _DENSITY = (
     "The same tokens with more and more related pairs. Marks show which form the layout builder chose; the "
-    "grey curves are one form forced. Red: where dense attention, mask dropped, would be quicker."
+    "thin curves are one form forced. A dotted line shows from where on SDPA on all pairs, its mask dropped, "
+    "is quicker."
 )
 
 
@@ -107,14 +108,12 @@ def cards(results: Results) -> list[tuple[str, str]]:
     dense = [(entry, found[0], found[1][0]) for entry in timed if (found := quickest(entry))]
     shown = []
     if dense:
-        best, peer, most = max(dense, key=lambda item: item[2])
-        shown.append((f"{most:.3g}x", f"faster than {peer} on {best['case']}, {_pass(best)}"))
-        worst, peer, least = min(dense, key=lambda item: item[2])
-        shown.append(
-            (f"{least:.2f}x", f"the least of {len(dense)}: {worst['case']}, {_pass(worst)}, against {peer}")
-        )
+        for words, choose in (("fastest", max), ("slowest", min)):
+            entry, peer, ratio = choose(dense, key=lambda item: item[2])
+            meaning = f"{words} of {len(dense)}: {entry['case']}, {_pass(entry)}, vs {peer}"
+            shown.append((f"{ratio:.3g}x", meaning))
         middle = median(ratio for _, _, ratio in dense)
-        shown.append((f"{middle:.3g}x", f"the median of {len(dense)}, each against its quickest peer"))
+        shown.append((f"{middle:.3g}x", f"median of {len(dense)}, each vs its quickest peer"))
     if timed:
         entry = max(timed, key=lambda entry: entry["ratios"].get(MATMUL, [0.0])[0])
         share = entry["ratios"].get(MATMUL, [0.0])[0]
@@ -135,7 +134,12 @@ def _pass(entry: Entry) -> str:
 def _plot(plots: Mapping[str, str], name: str, title: str, lead: str) -> str:
     if name not in plots:
         return ""
-    return f"<h2>{title}</h2><p class='lead'>{lead}</p><div class='panel'>{plots[name]}</div>"
+    return f"<h2>{title}</h2><p class='lead'>{lead}</p>{_panel(title, plots[name])}"
+
+
+def _panel(label: str, inner: str) -> str:
+    """Return a box that scrolls by finger and by keyboard."""
+    return f"<div class='panel' role='region' aria-label='{label}' tabindex='0'>{inner}</div>"
 
 
 def _list(lines: Sequence[str]) -> str:
@@ -153,9 +157,7 @@ def tiles_svg(picture: str) -> str:
             if kind in KINDS:
                 strokes.setdefault(kind, []).append(f"M{x} {y}h{width}v1h-{width}z")
             x += width
-    paths = "".join(
-        f"<path fill='{KINDS[kind][1]}' d='{''.join(moves)}'/>" for kind, moves in strokes.items()
-    )
+    paths = "".join(f"<path class='{KINDS[kind]}' d='{''.join(moves)}'/>" for kind, moves in strokes.items())
     size = f"viewBox='0 0 {max(map(len, rows), default=1)} {max(len(rows), 1)}'"
     return f"<svg xmlns='http://www.w3.org/2000/svg' {size} preserveAspectRatio='none'>{paths}</svg>"
 
@@ -180,7 +182,7 @@ def _gallery(results: Results) -> str:
         )
     if not figures:
         return ""
-    key = "".join(f"<i style='background:{colour}'></i>{name}" for name, colour in KINDS.values())
+    key = "".join(f"<i class='{name}'></i>{name}" for name in KINDS.values())
     return (
         "<h2>The relations</h2><p class='lead'>What is computed, in tiles of 64: queries down, keys across. "
         "Full tiles need no mask, partial ones hold bits, edges are listed pair by pair.<br>"
@@ -194,7 +196,7 @@ def _table(entries: Sequence[Entry]) -> str:
     for entry in entries:
         what = f"<td><b>{escape(entry['case'])}</b><br><small>{_pass(entry)}</small></td>"
         if not is_timed(entry):
-            rows.append(f"<tr>{what}<td class='wrong' colspan='8'>{why_untimed(entry)}</td></tr>")
+            rows.append(f"<tr>{what}<td class='wrong' colspan='7'>{why_untimed(entry)}</td></tr>")
             continue
         share = entry["ratios"].get(MATMUL, [0.0])[0]
         peers = "<br>".join(
@@ -203,16 +205,15 @@ def _table(entries: Sequence[Entry]) -> str:
             "</small>"
             for name, ratio in others(entry).items()
         )
-        why = "; ".join(f"{name} {reason}" for name, reason in entry["refused"].items())
         seconds = Spread(*entry["seconds"][OURS])
         rows.append(
             f"<tr>{what}<td>{terminal.time(seconds.median)}<br><small>"
             f"{terminal.time(seconds.low)} to {terminal.time(seconds.high)}{_eager_time(entry)}</small></td>"
             f"<td>{terminal.number(entry['gflops'])}</td>"
-            f"<td class='bar' style='--share:{min(share, 1):.0%}'>{share:.0%}</td>"
-            f"<td title='{escape(why, quote=True)}'>{peers}</td>"
-            f"<td>{terminal.time(entry['layout']['seconds'][0])}</td>"
-            f"<td>{terminal.size(entry['layout']['bytes'])}</td>"
+            f"<td class='bar' style='--filled:{min(share, 1):.0%}'>{share:.0%}</td>"
+            f"<td>{peers}{_refused(entry)}</td>"
+            f"<td>{terminal.time(entry['layout']['seconds'][0])}"
+            f"<br><small>{terminal.size(entry['layout']['bytes'])}</small></td>"
             f"<td>{terminal.size(entry['bytes'].get(OURS, 0))}</td>"
             f"<td>{escape(entry['backend'])}{_default(entry)}</td></tr>"
         )
@@ -223,16 +224,22 @@ def _table(entries: Sequence[Entry]) -> str:
         "of torch.mm",
         "peer / attnbias",
         "layout",
-        "its bytes",
         "memory",
         "backend",
     )
     head = "".join(f"<th>{name}</th>" for name in header)
     return (
         "<h2>Every case</h2><p class='lead'>Only useful work is counted: two products of related pairs "
-        "forward, five more backward. Hover over an empty cell to see why a peer is missing.</p>"
-        f"<div class='panel'><table><tr>{head}</tr>{''.join(rows)}</table></div>"
+        "forward, five more backward. The column of peers has their time over ours, with 20 % to 80 %.</p>"
+        + _panel("Every case", f"<table><tr>{head}</tr>{''.join(rows)}</table>")
     )
+
+
+def _refused(entry: Entry) -> str:
+    """Return why peers are missing, folded."""
+    refused = entry["refused"]
+    why = "".join(f"<p>{escape(name)} {escape(reason)}</p>" for name, reason in refused.items())
+    return f"<details><summary>{len(refused)} not compared</summary>{why}</details>" if refused else ""
 
 
 def _eager_time(entry: Entry) -> str:
@@ -251,6 +258,24 @@ def _default(entry: Entry) -> str:
         return ""
     seconds = terminal.time(entry["seconds"][DEFAULT][0])
     return f"<br><small>by default {escape(entry['default'])}, {seconds}</small>"
+
+
+def _versions(results: Results) -> str:
+    """Return a table of packages: versions, and the peers that are theirs."""
+    machine = results["machine"]
+    packages = {name: machine[name] for name in ("attnbias", "torch")} | machine.get("packages", {})
+    peers: dict[str, list[str]] = {}
+    for peer in dict.fromkeys(name for entry in results["entries"] for name in others(entry)):
+        peers.setdefault(PACKAGES.get(peer, "torch"), []).append(peer)
+    for name in ("cuda", "cudnn", "ptxas", "python"):
+        packages |= {name: machine[name]} if machine.get(name) else {}
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(str(version))}</td>"
+        f"<td>{escape('; '.join(peers.get(name, [])))}</td></tr>"
+        for name, version in packages.items()
+    )
+    head = "<tr><th>package</th><th>version</th><th>peers in this run</th></tr>"
+    return "<h2>Versions</h2>" + _panel("Versions", f"<table class='words'>{head}{rows}</table>")
 
 
 def static_rows() -> list[list[str]]:
@@ -277,8 +302,8 @@ def _static() -> str:
         "<h2>GPU code, counted <span class='tag'>static</span></h2><p class='lead'>Instructions per "
         "multiply-add of the Triton kernels over FlexAttention's for the same work (bfloat16, Triton "
         f"{STATIC_TRITON}, torch {STATIC_TORCH}), counted in the machine code; below 1 is fewer. Nothing in "
-        "this table was timed: it is not a speed-up.</p><div class='panel'><table>"
-        f"<tr><th>loop</th>{head}</tr>{rows}</table></div>"
+        "this table was timed: it is not a speed-up.</p>"
+        + _panel("GPU code", f"<table><tr><th>loop</th>{head}</tr>{rows}</table>")
     )
 
 

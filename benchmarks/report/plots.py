@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +17,40 @@ from .tables import by_curve
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BLUE, DARK, AMBER, RED, GREY = "#2b6cb0", "#1a365d", "#dd8a0f", "#c0392b", "#8a94a6"
+# The light colours of page.css, whose variables take their place on the page. Blue and amber are told apart
+# with every kind of colour blindness; hatches, markers and dashes tell the same without colour.
+PALETTE = {
+    "ink": "#1c2433",
+    "soft": "#5b6675",
+    "line": "#e4e8ee",
+    "blue": "#0072b2",
+    "amber": "#c97800",
+    "card": "#ffffff",
+}
+INK, SOFT, LINE, BLUE, AMBER, CARD = PALETTE.values()
+LOOKS: dict[bool, dict[str, Any]] = {  # of bars, by whether they are with backward; hatches take edgecolor
+    False: {"facecolor": BLUE, "edgecolor": CARD, "linewidth": 0},
+    True: {"facecolor": AMBER, "edgecolor": CARD, "linewidth": 0, "hatch": "///"},
+}
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 10,
+    "text.color": INK,
+    "figure.facecolor": CARD,
+    "axes.facecolor": CARD,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": "#c3cad5",
-    "axes.labelcolor": "#3a4556",
-    "xtick.color": "#3a4556",
-    "ytick.color": "#3a4556",
+    "axes.edgecolor": SOFT,
+    "axes.labelcolor": INK,
+    "axes.axisbelow": True,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
     "axes.grid": True,
-    "grid.color": "#e8ebf0",
+    "grid.color": LINE,
     "legend.frameon": False,
-    "svg.fonttype": "none",
+    "hatch.linewidth": 1.5,
 }
 
 
@@ -56,13 +77,15 @@ def save_png(figures: dict[str, Figure], folder: Path, stem: str) -> list[Path]:
 
 
 def as_svg(figure: Figure) -> str:
-    """Return the figure as an SVG element for HTML, with text as text."""
+    """Return the figure as an SVG element for HTML: text as text, colours as variables of page.css."""
     import matplotlib as mpl
 
     buffer = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "attnbias"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
+    for name, colour in PALETTE.items():
+        text = text.replace(colour, f"var(--{name})")
     return text[text.index("<svg") :]
 
 
@@ -82,6 +105,8 @@ def _new(width: float, height: float) -> Figure:
 
 def _speed(results: Results) -> Figure:
     """Plot the speed-up over the quickest peer with the same result."""
+    from matplotlib.patches import Patch
+
     rows: dict[str, dict[bool, tuple[str, list[float]]]] = {}
     for entry in results["entries"]:
         if not is_timed(entry):
@@ -94,15 +119,20 @@ def _speed(results: Results) -> Figure:
     for place, passes in enumerate(rows.values()):
         for backward, (peer, (middle, low, high)) in passes.items():
             y = place + (0.2 if backward else -0.2)
-            colour = AMBER if backward else BLUE
             whiskers = [[middle - low], [high - middle]]
-            axes.barh(y, middle - 1, 0.36, left=1, color=colour, xerr=whiskers, ecolor=GREY)
-            label = f" {middle:.3g}x  {peer}"
-            text = axes.text(max(high, middle, 1), y, label, va="center", fontsize=8, color="#3a4556")
+            axes.barh(y, middle - 1, 0.36, left=1, xerr=whiskers, ecolor=INK, **LOOKS[backward])
+            text = axes.annotate(
+                f"{middle:.3g}x vs {peer}",
+                (max(high, middle, 1), y),
+                (6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=9,
+            )
             text.set_in_layout(False)  # there is room for it on the right
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
-    axes.axvline(1, color=RED, linewidth=1)
+    axes.axvline(1, color=INK, linewidth=1)
     most = max(x[1][2] for passes in rows.values() for x in passes.values())
     axes.set(xscale="log", xlim=(0.7, most * 4), xlabel="times faster than the quickest peer")
     axes.set_xticks(
@@ -110,8 +140,8 @@ def _speed(results: Results) -> Figure:
     )
     axes.minorticks_off()
     axes.grid(visible=False, axis="y")
-    handles = [axes.barh([0], [0], color=colour) for colour in (BLUE, AMBER)]
-    axes.legend(handles, ["forward", "forward and backward"], loc="lower right")
+    handles = [Patch(**look) for look in LOOKS.values()]
+    figure.legend(handles, ["forward", "forward and backward"], loc="outside upper left", ncols=2)
     return figure
 
 
@@ -122,14 +152,12 @@ def _length(results: Results) -> Figure:
         curves.setdefault(point["what"], []).append((point["tokens"], point["seconds"]))
     figure = _new(7, 4)
     axes = figure.subplots()
-    for name, points in sorted(curves.items()):
+    for (name, points), marker in zip(sorted(curves.items()), cycle("oDs^v"), strict=False):
         ours = name.startswith(OURS)
-        window = "window" in name
-        colour = (DARK if window else BLUE) if ours else (AMBER if "causal" in name else GREY)
+        colour, line = (BLUE, "-") if ours else (AMBER, "--")
         tokens = [n for n, _ in points]
-        axes.plot(
-            tokens, [1e3 * x[0] for _, x in points], "o-" if ours else "s--", color=colour, label=name, ms=4
-        )
+        middles = [1e3 * x[0] for _, x in points]
+        axes.plot(tokens, middles, marker + line, color=colour, label=name, ms=5)
         axes.fill_between(
             tokens, [1e3 * x[1] for _, x in points], [1e3 * x[2] for _, x in points], color=colour, alpha=0.15
         )
@@ -150,41 +178,52 @@ def _density(results: Results) -> Figure:
         _panel(axes, name, sorted(points, key=lambda point: point["density"]))
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    grid[0].set_ylabel("times faster than SDPA")
+    ratios = [each for point in results["sweep"] for each in _ratios_drawn(point)]
+    grid[0].set_ylim(min(0.5, *ratios) / 1.6, max(2, *ratios) * 1.3)  # all share it
+    for axes in grid[:: min(len(panels), 2)]:
+        axes.set_ylabel("times faster than SDPA")
+    handles: dict[str, Any] = {}
+    for axes in grid:
+        lines, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, lines, strict=True))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=9)
     return figure
+
+
+def _ratios_drawn(point: SweepPoint) -> list[float]:
+    """Return the heights of a point on every curve of its panel."""
+    ratios = {name: ratio[0] for name, ratio in point["ratios"].items()}
+    masked = ratios[MASKED]
+    return [masked, ratios[DENSE], masked / ratios[TILES], masked / ratios[EDGES]]
 
 
 def _panel(axes: Any, name: str, points: list[SweepPoint]) -> None:
     density = [100 * point["density"] for point in points]
-    for peer, colour, label in (
-        (MASKED, BLUE, "than SDPA with a mask"),
-        (DENSE, AMBER, "than SDPA on all pairs"),
+    for peer, colour, line, label in (
+        (MASKED, BLUE, "-", "against SDPA with a mask"),
+        (DENSE, AMBER, "--", "against SDPA on all pairs"),
     ):
-        axes.plot(density, [point["ratios"][peer][0] for point in points], color=colour, label=label)
+        axes.plot(density, [point["ratios"][peer][0] for point in points], line, color=colour, label=label)
     for form, marker in ((EDGES, "o"), ("both", "D"), (TILES, "s")):
         chosen = [
             (x, p["ratios"][MASKED][0]) for x, p in zip(density, points, strict=True) if p["chosen"] == form
         ]
         if chosen:
-            axes.plot(
-                *zip(*chosen, strict=True), marker, color=DARK, ms=5, label=f"chosen: {form}", linestyle=""
-            )
+            label = f"the layout chose {form}"
+            axes.plot(*zip(*chosen, strict=True), marker, color=INK, ms=5, label=label, linestyle="")
     for form, style in ((TILES, ":"), (EDGES, "-.")):
         forced = [p["ratios"][MASKED][0] / p["ratios"][form][0] for p in points]
-        axes.plot(density, forced, style, color=GREY, linewidth=1, label=f"only {form}")
-    axes.axhline(1, color=RED, linewidth=1)
+        axes.plot(density, forced, style, color=SOFT, linewidth=1, label=f"{form} forced")
+    axes.axhline(1, color=INK, linewidth=1)
     found = crossover(points)
+    words = f"all pairs quicker from {found:.0%}" if found else "quicker than all pairs at every density"
+    axes.text(0.02, 0.03, words, transform=axes.transAxes, fontsize=9)
     if found:
-        axes.axvline(100 * found, color=RED, linestyle="--", linewidth=1)
-        axes.text(100 * found, 1.1, f" dense from {found:.0%}", color=RED, fontsize=8)
-    else:
-        axes.text(density[0], 1.08, "dense is quicker at no density", color=RED, fontsize=8)
+        axes.axvline(100 * found, color=INK, linestyle=":", linewidth=1)
     axes.set(xscale="log", yscale="log", title=name, xlabel="related pairs, % of all")
     axes.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-    axes.set_yticks(ticks := [1, 2, 5, 10, 20, 50, 100], [f"{t}x" for t in ticks])
-    axes.set_ylim(0.5, 150)
+    axes.set_yticks(ticks := [1, 2, 5, 10, 20, 50, 100, 200], [f"{t}x" for t in ticks])
     axes.minorticks_off()
-    axes.legend(fontsize=7)
 
 
 def plot_growth(curves: dict[str, list[Point]], path: Path) -> None:

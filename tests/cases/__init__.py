@@ -23,7 +23,7 @@ fake_cudnn         a stand-in for NVIDIA's ``cudnn.flex_attention``
 cudnn_programs     compiles what the backend ``cudnn`` would run, as a program of its own
 gpu_programs       small Triton programs for the emulator
 handwritten_ptx    kernels written in PTX by hand, for the emulator
-benchmarks         points of a sweep, as a run records them
+benchmarks         a run of benchmarks, as its record has it
 source             the project's source, for test_house
 pyg                graphs and options for comparing the layers with PyG's
 huggingface        tiny models and comparisons

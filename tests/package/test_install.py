@@ -156,7 +156,7 @@ def test_source_distribution_has_all_that_a_build_reads(tmp_path):
     with tarfile.open(path) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
     folders = ("attnbias", "kernels", "benchmarks", "csrc")
-    suffixes = {".py", ".cpp", ".h", ".css", ".typed"}
+    suffixes = {".py", ".cpp", ".h", ".css", ".js", ".typed"}
     wanted = {
         str(f.relative_to(ROOT)) for top in folders for f in (ROOT / top).rglob("*") if f.suffix in suffixes
     }
