@@ -17,6 +17,11 @@ def to_block_mask(layout: Layout) -> BlockMask:
 
     Args:
         layout: a layout without edges (``form="tiles"``).
+
+    Example:
+        >>> import attnbias as ab
+        >>> to_block_mask(ab.Causal().layout(256, form="tiles")).shape
+        (1, 1, 256, 256)
     """
     if layout.edges:
         raise ValueError(
@@ -62,7 +67,14 @@ def to_block_mask(layout: Layout) -> BlockMask:
 
 
 def from_block_mask(block_mask: BlockMask) -> Relation:
-    """Convert a BlockMask to a relation: its ``mask_mod`` within its blocks."""
+    """Convert a BlockMask to a relation: its ``mask_mod`` within its blocks.
+
+    Example:
+        >>> import attnbias as ab
+        >>> mask = to_block_mask(ab.Window(before=9).layout(256, form="tiles"))
+        >>> from_block_mask(mask).count(256, 256) == ab.Window(before=9).count(256, 256)
+        True
+    """
     sizes = block_mask.BLOCK_SIZE
     blocks: Any = block_mask.to_dense().bool()  # [B, H, q_blocks, k_blocks]
     mask_mod = block_mask.mask_mod

@@ -26,14 +26,24 @@ if TYPE_CHECKING:
 
 
 class SelfAttention(RelationalAttention):
-    """Every token attends to every token: the complete graph (BERT). Arguments as in the base class."""
+    """Every token attends to every token: the complete graph (BERT). Arguments as in the base class.
+
+    Example:
+        >>> SelfAttention(8).relation
+        Full()
+    """
 
     def __init__(self, d_model: int, heads: int = 1, **options: Any) -> None:
         super().__init__(d_model, heads, Full(), **options)
 
 
 class MaskedAttention(RelationalAttention):
-    """Each token attends to itself and all before it: a total order (GPT). Arguments as in the base class."""
+    """Each token attends to itself and all before it: a total order (GPT). Arguments as in the base class.
+
+    Example:
+        >>> MaskedAttention(8).relation
+        Causal()
+    """
 
     def __init__(self, d_model: int, heads: int = 1, **options: Any) -> None:
         super().__init__(d_model, heads, Causal(), **options)
@@ -60,6 +70,11 @@ class SparseAttention(RelationalAttention):
 
     Args:
         relation: which token attends to which. Other arguments are as in the base class.
+
+    Example:
+        >>> import attnbias as ab
+        >>> SparseAttention(8, ab.Dilated(2, before=4)).relation
+        Dilated(dilation=2, before=4)
     """
 
     def __init__(self, d_model: int, relation: Relation, heads: int = 1, **options: Any) -> None:
@@ -70,6 +85,11 @@ class EncoderDecoderAttention(RelationalAttention):
     """Each decoder token attends to all encoder tokens: a complete bipartite graph (T5).
 
     Call it as ``layer(decoder, encoder)``. Arguments are as in the base class.
+
+    Example:
+        >>> import torch
+        >>> EncoderDecoderAttention(8)(torch.randn(3, 8), torch.randn(5, 8)).shape
+        torch.Size([3, 8])
     """
 
     def __init__(self, d_model: int, heads: int = 1, **options: Any) -> None:

@@ -116,6 +116,12 @@ class PerBatch(_Choice):
 
     Args:
         parts: one relation per batch.
+
+    Example:
+        >>> import attnbias as ab
+        >>> both = PerBatch([ab.Causal(), ab.Full()])
+        >>> [part.count(4, 4) for part in both.parts]
+        [10, 16]
     """
 
     axis = "batch_size"

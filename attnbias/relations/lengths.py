@@ -25,6 +25,14 @@ class Prefix(Relation):
 
     Args:
         length: an integer, or one per batch [B].
+
+    Example:
+        >>> import attnbias as ab
+        >>> print((Prefix(2) | ab.Causal()).picture(4))
+        ##..
+        ##..
+        ###.
+        ####
     """
 
     length: int | Tensor
@@ -58,6 +66,10 @@ class Padding(Relation):
 
     Args:
         lengths: number of real keys in each batch, [B].
+
+    Example:
+        >>> print(Padding([2, 4]).picture(1, 4, batch=0))
+        ##..
     """
 
     lengths_: Tensor | None = None

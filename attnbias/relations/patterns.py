@@ -26,7 +26,13 @@ def ranges(at: Place, start: Ints | int, stop: Ints | int) -> Bound:
 
 
 class Full(Relation):
-    """Every query attends to every key: self-attention, the complete graph."""
+    """Every query attends to every key: self-attention, the complete graph.
+
+    Example:
+        >>> print(Full().picture(2, 4))
+        ####
+        ####
+    """
 
     stationary = _symmetric = True
 
@@ -41,7 +47,12 @@ class Full(Relation):
 
 
 class Empty(Relation):
-    """No query attends to any key."""
+    """No query attends to any key.
+
+    Example:
+        >>> Empty().count(4, 4)
+        0
+    """
 
     stationary = _symmetric = True
 
@@ -218,7 +229,15 @@ class Columns(Relation):
 
 
 class Chunks(Relation):
-    """Keys in the query's own chunk of ``size`` positions: block-diagonal attention."""
+    """Keys in the query's own chunk of ``size`` positions: block-diagonal attention.
+
+    Example:
+        >>> print(Chunks(2).picture(4))
+        ##..
+        ##..
+        ..##
+        ..##
+    """
 
     size: int = integer(least=1)
     _symmetric = True
@@ -233,7 +252,12 @@ class Chunks(Relation):
 
 
 class Bipartite(Relation):
-    """Positions from ``split`` on attend to those before it: one part of a bipartite graph to the other."""
+    """Positions from ``split`` on attend to those before it: one part of a bipartite graph to the other.
+
+    Example:
+        >>> Bipartite(2).picture(4).split()
+        ['....', '....', '##..', '##..']
+    """
 
     split: int = integer()
 
@@ -308,6 +332,10 @@ class RandomBlocks(Relation):
         size: positions in a block.
         count: blocks that a block attends to.
         seed: another seed, another draw.
+
+    Example:
+        >>> RandomBlocks(2, count=1).within(Causal() | Chunks(2), 8)
+        True
     """
 
     size: int = integer(least=1)

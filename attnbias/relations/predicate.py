@@ -105,6 +105,12 @@ class Dense(Tabled):
 
     Args:
         mask: [Q, K], [H, Q, K] or [B, H, Q, K] (B and H may be 1).
+
+    Example:
+        >>> import torch
+        >>> print(Dense(torch.tensor([[True, False], [True, True]])).picture(2))
+        #.
+        ##
     """
 
     mask: Tensor

@@ -195,6 +195,13 @@ class RelativeBias(KernelTerm):
         table: [H, n].
         buckets: from distances (int64) and n to buckets from 0 to n - 1, integers of the same shape:
             ``linear_buckets(most)``, ``t5_buckets(bidirectional, max_distance)``, or any function.
+
+    Example:
+        >>> import torch
+        >>> import attnbias as ab
+        >>> table = torch.tensor([[-1.0, 0.0, 1.0]])  # distances of -1 or less, 0, 1 or more
+        >>> RelativeBias(table, ab.linear_buckets(1)).value(*torch.tensor([0, 0, 5, 2]))
+        tensor(-1.)
     """
 
     table: Tensor
@@ -231,6 +238,12 @@ class GridBias(KernelTerm):
         table: [H, (2 rows - 1) * (2 columns - 1)]; a query dy rows below and dx columns right of its key
             gets the entry ``(dy + rows - 1) * (2 columns - 1) + dx + columns - 1``.
         shape: (rows, columns); token p stands at ``(p // columns, p % columns)``.
+
+    Example:
+        >>> import torch
+        >>> table = torch.arange(9.0).expand(1, 9)  # a 2 x 2 grid has offsets of -1 to 1 in both directions
+        >>> GridBias(table, (2, 2)).value(*torch.tensor([0, 0, 3, 0]))  # one row below, one column right
+        tensor(8.)
     """
 
     table: Tensor
@@ -281,6 +294,11 @@ class KeyBias(KernelTerm):
 
     Args:
         bias: [B, K] or [B, H, K]; sizes of 1 are for all.
+
+    Example:
+        >>> import torch
+        >>> KeyBias(torch.tensor([[0.0, 2.0]])).value(*torch.tensor([0, 0, 5, 1]))  # of key 1, for any query
+        tensor(2.)
     """
 
     bias: Tensor
@@ -311,6 +329,11 @@ class PairBias(KernelTerm):
         bias: [B, H, rows, K], or fewer leading dimensions; sizes of 1 are for all.
         q_start: position of the first row. A step of decoding may be given all rows, or its own with
             their position.
+
+    Example:
+        >>> import torch
+        >>> PairBias(torch.tensor([[0.0, 1.0], [2.0, 3.0]])).value(*torch.tensor([0, 0, 1, 0]))
+        tensor(2.)
     """
 
     bias: Tensor

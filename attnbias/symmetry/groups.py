@@ -24,6 +24,12 @@ class Automorphisms:
     """The permutations of tokens that leave a relation unchanged: ``related(p[i], p[j]) == related(i, j)``.
 
     Where the keys are separate tokens, a permutation is over all points, queries before keys.
+
+    Example:
+        >>> import attnbias as ab
+        >>> from attnbias.symmetry import automorphisms
+        >>> automorphisms(ab.Chunks(2), 4).order  # exchange tokens in a chunk, and chunks
+        8
     """
 
     points: int

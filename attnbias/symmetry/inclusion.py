@@ -18,6 +18,13 @@ class Hierarchy:
 
     Relations with the same pairs share a class; ``covers`` holds (smaller, larger) pairs of classes with none
     between them.
+
+    Example:
+        >>> import attnbias as ab
+        >>> from attnbias.symmetry import hierarchy
+        >>> print(hierarchy({"all": ab.Full(), "before": ab.Causal()}, 4))
+        all
+        before  <  all
     """
 
     classes: tuple[tuple[str, ...], ...]  # names, by number of pairs, largest first

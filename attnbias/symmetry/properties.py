@@ -14,7 +14,14 @@ from ..sets.intervals import Intervals, Ints
 
 @dataclass(frozen=True)
 class Properties:
-    """Properties of a relation among n tokens; print it to list those that hold."""
+    """Properties of a relation among n tokens; print it to list those that hold.
+
+    Example:
+        >>> import attnbias as ab
+        >>> from attnbias.symmetry import properties
+        >>> properties(ab.Causal(), 4).total_order
+        True
+    """
 
     complete: bool  # every pair is related
     reflexive: bool  # every token is related to itself
@@ -153,6 +160,11 @@ def is_translation_invariant(relation: Relation, n: int) -> bool:
 
     This is what "equivariant to translations" can mean for a finite sequence: a translation moves tokens in
     and out at the borders, and rows whose keys are cut off there differ.
+
+    Example:
+        >>> import attnbias as ab
+        >>> is_translation_invariant(ab.Window(before=2), 8), is_translation_invariant(ab.Chunks(2), 8)
+        (True, False)
     """
     if relation.stationary or n < 2:
         return True

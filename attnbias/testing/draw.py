@@ -24,7 +24,12 @@ Seed = int | random.Random | np.random.Generator | torch.Generator
 
 
 def as_rng(rng: Seed) -> random.Random:
-    """Return a ``random.Random`` made from a seed, or from a number drawn from any other generator."""
+    """Return a ``random.Random`` made from a seed, or from a number drawn from any other generator.
+
+    Example:
+        >>> as_rng(7).random() == as_rng(7).random()
+        True
+    """
     if isinstance(rng, torch.Generator):
         rng = int(torch.randint(1 << 62, (), generator=rng))
     elif isinstance(rng, np.random.Generator):

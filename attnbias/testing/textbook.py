@@ -70,6 +70,14 @@ def eager(
 
     Raises:
         ValueError: if ``dropout_p`` is set and ``seed`` is not.
+
+    Example:
+        >>> import torch
+        >>> q = torch.zeros(1, 1, 2, 4)
+        >>> out, lse = eager(q, q, torch.eye(2)[None, None], torch.ones(2, 2).tril().bool())
+        >>> out[0, 0]
+        tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]])
     """
     (B, H, Q, D), K, device = query.shape, key.shape[2], query.device
     key = key.repeat_interleave(H // key.shape[1], dim=1)  # [B, H, K, D]

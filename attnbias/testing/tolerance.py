@@ -43,6 +43,11 @@ def assert_no_worse(
 
     Raises:
         WorseError: an AssertionError that names the elements and what is wrong with them.
+
+    Example:
+        >>> import torch
+        >>> third = torch.tensor([1 / 3])
+        >>> assert_no_worse("out", third, third, torch.tensor([1 / 3], dtype=torch.float64))
     """
 
     def check(wrong: Tensor, words: str) -> None:
@@ -106,6 +111,12 @@ def magnitudes(
         dropout_p: share of the pairs dropped; the others grow by 1 / (1 - dropout_p).
         bias: the largest sum of score terms.
         out: the exact result, [B, H, Q, E].
+
+    Example:
+        >>> import torch
+        >>> q = torch.ones(1, 1, 2, 4)
+        >>> sorted(magnitudes(q, q, q, q, torch.ones(1, 1, 2), 0.5))
+        ['key', 'lse', 'out', 'query', 'sink', 'value']
     """
 
     def longest(x: Tensor) -> float:
