@@ -51,13 +51,13 @@ def _walk_queries(
             following = find_tile(walk.lists, t + 1, ROWS, SPEC)
         else:
             j = find_tile(walk.lists, t, ROWS, SPEC)
-        start = start_of(queries.positions, queries.start, j * ROWS, queries.length)
+        start = start_of(walk.positions, queries.start, j * ROWS, queries.length)
         if SPEC.has.dropout:
             at = j * ROWS + rows, start, own.first + own.start, j
             kept = keep_words(walk.drop, queries.b, walk.h, *at, SPEC.cols, SPEC)
         # s is [cols, rows]: transposed, as the patterns are. Levels score first: their loops hold less then.
         if MIXED:
-            tile = tile_of(queries, j, rows)
+            tile = tile_of(queries, j, rows, start)
             s, depths = score_mixed(own, tile, walk.table, stretch.inner, SPEC)
         else:
             q = fetch(queries, j, rows, LOOP, SPEC)
@@ -71,7 +71,7 @@ def _walk_queries(
         if SPEC.has.terms:
             near = (inside(j * ROWS, rows, queries.length) if PARTIAL else rows)[None, :]
             cols = inside(own.first, own.rows, own.length)[:, None]
-            shift = distance_shift(queries.positions, walk.whole, start, own.start, queries.length)
+            shift = distance_shift(walk.positions, walk.whole, start, own.start, queries.length)
             pairs = j * ROWS, near, own.first, cols, queries.length, shift
             x = add_terms(s, LOG2E / stretch.c, walk.terms, queries.b, walk.h, *pairs, SPEC)
         if walk.slope is not None:
@@ -179,14 +179,15 @@ def backward_key_kernel(
         d_bias = tl.zeros([COLS], tl.float32)
         walk = Walk(
             own=own,
-            d_side=walked_side(q, d_tiles, b, h, q_len, q_start, q_positions, 0, SPEC),
-            e_side=walked_side(grad_out, e_tiles, b, h, q_len, q_start, q_positions, 1, SPEC),
+            d_side=walked_side(q, d_tiles, b, h, q_len, q_start, 0, SPEC),
+            e_side=walked_side(grad_out, e_tiles, b, h, q_len, q_start, 1, SPEC),
+            positions=q_positions,
             lists=own_patterns(lists, i, COLS, SPEC),
             h=h,
             whole=Whole(q_start, whole_rows),
             drop=drop,
             terms=terms,
-            slope=slope_of(terms, b, h),
+            slope=slope_of(terms, b, h, SPEC),
             table=table,
         )
         for LOOP in tl.static_range(len(SPEC.loops)):

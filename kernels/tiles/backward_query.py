@@ -55,13 +55,13 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, room, line, LOOP: tl.con
             following = find_tile(walk.lists, t + 1, COLS, SPEC)
         else:
             j = find_tile(walk.lists, t, COLS, SPEC)
-        start = start_of(keys.positions, keys.start, j * COLS, keys.length)
+        start = start_of(walk.positions, keys.start, j * COLS, keys.length)
         if SPEC.has.dropout:
             at = own.first + own.rows, own.start, j * COLS + start, j
             kept = keep_words(walk.drop, keys.b, walk.h, *at, COLS, SPEC)
         # k before v: ptxas keeps the order of the loads. Levels score first: their loops hold less then.
         if MIXED:
-            tile = tile_of(keys, j, cols)
+            tile = tile_of(keys, j, cols, start)
             s, depths = score_mixed(own, tile, walk.table, stretch.inner, SPEC)
         else:
             k = fetch(keys, j, cols, LOOP, SPEC)
@@ -74,7 +74,7 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, room, line, LOOP: tl.con
         if SPEC.has.terms:
             rows = inside(own.first, own.rows, own.length)[:, None]
             near = (inside(j * COLS, cols, keys.length) if PARTIAL else cols)[None, :]
-            shift = distance_shift(keys.positions, walk.whole, own.start, start, own.length)
+            shift = distance_shift(walk.positions, walk.whole, own.start, start, own.length)
             pairs = own.first, rows, j * COLS, near, own.length, shift
             x = add_terms(s, LOG2E / stretch.c, walk.terms, keys.b, walk.h, *pairs, SPEC)
         if walk.slope is not None:
@@ -97,7 +97,7 @@ def _walk_keys(dq, q, grad, lse2, delta, walk, stretch, room, line, LOOP: tl.con
             store_tile(ds, room, line, t, own.first // SPEC.rows, SPEC)
         if room.sums is not None:
             i, col_tile, q_len = own.first // SPEC.rows, j, own.length
-            if keys.positions is not None:
+            if walk.positions is not None:
                 i = (own.first + own.start - walk.whole.start) // SPEC.rows
                 col_tile, q_len = (j * COLS + start) // COLS, walk.whole.rows
             store_diagonals(ds, room, line, t, i, col_tile, q_len, SPEC)
@@ -180,14 +180,15 @@ def backward_query_kernel(
         drop = Dropout(tl.load(seed), drop_above, q_start, regrow, first_batch, first_head)
     walk = Walk(
         own=own,
-        d_side=walked_side(k, d_tiles, b, kh, k_len, 0, k_positions, 0, SPEC),
-        e_side=walked_side(v, e_tiles, b, kh, k_len, 0, k_positions, 1, SPEC),
+        d_side=walked_side(k, d_tiles, b, kh, k_len, 0, 0, SPEC),
+        e_side=walked_side(v, e_tiles, b, kh, k_len, 0, 1, SPEC),
+        positions=k_positions,
         lists=own_patterns(lists, i, ROWS, SPEC),
         h=h,
         whole=Whole(q_start, whole_rows),
         drop=drop,
         terms=terms,
-        slope=slope_of(terms, b, h),
+        slope=slope_of(terms, b, h, SPEC),
         table=table,
     )
     queries = load_own(own, SPEC)

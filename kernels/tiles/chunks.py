@@ -37,7 +37,7 @@ def fetch(side, j, rows, LOOP: tl.constexpr, SPEC: tl.constexpr):
         y = (side.base.load([side.b, side.h, j * COUNT, 0]).reshape(COUNT, SPEC.d_columns),)
     else:
         for i in tl.static_range(CHUNKS):
-            y = y + (load_chunk(tile_of(side, j, rows), i, CHECKED, SPEC),)
+            y = y + (load_chunk(tile_of(side, j, rows, side.start), i, CHECKED, SPEC),)
     return y
 
 

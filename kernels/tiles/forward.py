@@ -89,13 +89,13 @@ def _walk_keys(acc, m, total, q, walk, stretch, LOOP: tl.constexpr, SPEC: tl.con
             following = find_tile(walk.lists, t + 1, COLS, SPEC)
         else:
             j = find_tile(walk.lists, t, COLS, SPEC)
-        start = start_of(keys.positions, keys.start, j * COLS, keys.length)
+        start = start_of(walk.positions, keys.start, j * COLS, keys.length)
         kept = ()
         if SPEC.has.dropout:
             at = own.first + own.rows, own.start, j * COLS + start, j
             kept = keep_words(walk.drop, keys.b, walk.h, *at, COLS, SPEC)
         if MIXED:
-            s, _ = score_mixed(own, tile_of(keys, j, cols), walk.table, stretch.inner, SPEC)
+            s, _ = score_mixed(own, tile_of(keys, j, cols, start), walk.table, stretch.inner, SPEC)
         else:
             s = score(q, fetch(keys, j, cols, LOOP, SPEC), stretch.inner, LOOP, SPEC)
         v = fetch_values(walk.e_side, j, cols, PARTIAL, SPEC)
@@ -103,7 +103,7 @@ def _walk_keys(acc, m, total, q, walk, stretch, LOOP: tl.constexpr, SPEC: tl.con
         if SPEC.has.terms:
             rows = inside(own.first, own.rows, own.length)[:, None]
             near = (inside(j * COLS, cols, keys.length) if PARTIAL else cols)[None, :]
-            shift = distance_shift(keys.positions, walk.whole, own.start, start, own.length)
+            shift = distance_shift(walk.positions, walk.whole, own.start, start, own.length)
             pairs = own.first, rows, j * COLS, near, own.length, shift
             s = add_terms(s, LOG2E / c, walk.terms, keys.b, walk.h, *pairs, SPEC)
         if walk.slope is not None:
@@ -178,14 +178,15 @@ def forward_kernel(
         drop = Dropout(tl.load(seed), drop_above, q_start, regrow, first_batch, first_head)
     walk = Walk(
         own=own,
-        d_side=walked_side(k, d_tiles, b, kh, k_len, 0, k_positions, 0, SPEC),
-        e_side=walked_side(v, e_tiles, b, kh, k_len, 0, k_positions, 1, SPEC),
+        d_side=walked_side(k, d_tiles, b, kh, k_len, 0, 0, SPEC),
+        e_side=walked_side(v, e_tiles, b, kh, k_len, 0, 1, SPEC),
+        positions=k_positions,
         lists=own_patterns(lists, i, ROWS, SPEC),
         h=h,
         whole=Whole(q_start, whole_rows),
         drop=drop,
         terms=terms,
-        slope=slope_of(terms, b, h),
+        slope=slope_of(terms, b, h, SPEC),
         table=table,
     )
     queries = load_own(own, SPEC)

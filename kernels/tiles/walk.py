@@ -44,7 +44,6 @@ class Side(NamedTuple):
     stride: Any
     length: Any
     start: Any  # position of row 0
-    positions: Any  # int32, of each row, in a part of a larger problem; None: start + row
 
 
 class Whole(NamedTuple):
@@ -60,6 +59,7 @@ class Walk(NamedTuple):
     own: Rows  # of the tensor with D columns: queries or keys
     d_side: Side  # the other one of these, which is walked
     e_side: Side  # what is walked with it and has E columns: values or gradients
+    positions: Any  # int32, of their rows, in a part of a larger problem; None: start + row
     lists: Any  # records.Lists; patterns from the own rows on
     h: Any  # of the queries
     whole: Whole
@@ -208,11 +208,9 @@ def start_of(positions, start, first, length):
 
 
 @triton.jit
-def tile_of(side, j, rows):
-    """Return tile j of a side, as many rows as are given."""
-    first = j * rows.shape[0]
-    start = start_of(side.positions, side.start, first, side.length)
-    return Rows(side.base, first, side.stride, rows, side.length, start)
+def tile_of(side, j, rows, start):
+    """Return tile j of a side, as many rows as are given, whose positions are ``start`` and their numbers."""
+    return Rows(side.base, j * rows.shape[0], side.stride, rows, side.length, start)
 
 
 @triton.jit
@@ -225,10 +223,13 @@ def distance_shift(positions, whole, query_start, key_start, q_len):
 
 
 @triton.jit
-def walked_side(x, descriptor, b, h, length, start, positions, NUMBER: tl.constexpr, SPEC: tl.constexpr):
-    """Return a Strided as the side that a loop walks; NUMBER is its place in Spec.row_strides."""
+def walked_side(x, descriptor, b, h, length, start, NUMBER: tl.constexpr, SPEC: tl.constexpr):
+    """Return a Strided as the side that a loop walks; NUMBER is its place in Spec.row_strides.
+
+    It has no positions: Triton 3.6 cannot return None, not even in a record.
+    """
     stride = SPEC.row_strides[NUMBER] if SPEC.row_strides[NUMBER] else x.at
-    return Side(descriptor if SPEC.tma else head_of(x, b, h), b, h, stride, length, start, positions)
+    return Side(descriptor if SPEC.tma else head_of(x, b, h), b, h, stride, length, start)
 
 
 @triton.jit
@@ -244,5 +245,5 @@ def fetch_values(side, j, rows, CHECKED: tl.constexpr, SPEC: tl.constexpr):
     if SPEC.tma:
         x = side.base.load([side.b, side.h, j * COUNT, 0]).reshape(COUNT, SPEC.e_columns)
     else:
-        x = load_values(tile_of(side, j, rows), CHECKED, SPEC)
+        x = load_values(tile_of(side, j, rows, side.start), CHECKED, SPEC)
     return x

@@ -108,6 +108,11 @@ CUresult cuCtxGetCurrent(CUcontext *context) {
 
 CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
 
+CUresult cuCtxGetDevice(CUdevice *device) {
+  *device = 0;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return cuCtxGetCurrent(context); }
 
 CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
