@@ -14,7 +14,7 @@ from ..relations import Causal, Documents, Relation
 from .flex import from_block_mask
 
 # The masks of the latest call, and the relation made of them: the layers of a model share one layout.
-_latest: dict[str, Any] = {}
+_latest: dict[str, tuple[Any, Relation | None, Relation]] = {}
 
 
 class InnerAttention(nn.Module):
@@ -92,12 +92,11 @@ class InnerAttention(nn.Module):
         """Return the relation of a call, made once for the layers that share masks and relation."""
         if masks is None:
             return self.relation
-        key = masks, self.relation
-        if len(_latest) == 0 or any(a is not b for a, b in zip(_latest["key"], key, strict=True)):
+        of_masks, own, relation = _latest.get("call", (None, None, None))
+        if of_masks is not masks or own is not self.relation:
             found = _to_relation(masks)
-            _latest["relation"] = found if self.relation is None else found & self.relation
-            _latest["key"] = key
-        relation: Relation = _latest["relation"]
+            relation = found if self.relation is None else found & self.relation
+            _latest["call"] = masks, self.relation, relation  # at once: another thread may have other masks
         return relation
 
 

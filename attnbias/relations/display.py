@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 
 from ..layouts.html import page
 from ..layouts.picture import KINDS, MOST_PAIRS, Cells, cells_of
@@ -28,22 +29,33 @@ def lengths_of(
     return q_len, q_len if k_len is None else k_len
 
 
+def pairs(relation: Relation, q_len: int, k_len: int, q_start: Start, batch: int, head: int) -> Tensor:
+    """Return booleans [q_len, k_len]: which pairs one batch and head relates."""
+    batches, heads = _sizes(relation, batch, head)
+    grid = relation.dense(q_len, k_len, q_start, batch=batches, heads=heads)
+    return grid if grid.dim() == 2 else grid[min(batch, len(grid) - 1), min(head, grid.shape[1] - 1)]
+
+
 def cells(relation: Relation, q_len: int, k_len: int, q_start: Start, batch: int, head: int) -> Cells:
     """Return the picture of one batch and head: each pair up to 128 tokens, counted in tiles above."""
-    batches, heads = relation.batch_size or batch + 1, relation.head_count or head + 1
-    for name, number, size in (("batch", batch, batches), ("head", head, heads)):
-        if size > 1 and not 0 <= number < size:
-            raise ValueError(f"{name}: wanted 0..{size - 1}, got {number}")
+    batches, heads = _sizes(relation, batch, head)
     related = KINDS.index("related")
     if max(q_len, k_len) <= MOST_PAIRS:
-        grid = relation.dense(q_len, k_len, q_start, batch=batches, heads=heads).numpy()
-        if grid.ndim == 4:
-            grid = grid[min(batch, len(grid) - 1), min(head, grid.shape[1] - 1)]
+        grid = pairs(relation, q_len, k_len, q_start, batch, head).numpy()
         return Cells(np.where(grid, related, 0), grid.astype(float), 1, (q_len, k_len))
     layout = relation.layout(q_len, k_len, q_start=q_start, batch=batches, heads=heads)
     group = layout.group[min(batch, layout.batch - 1), min(head, layout.heads - 1)]
     found = cells_of(layout, int(group))
     return found._replace(kinds=np.where(found.kinds > 0, related, 0))
+
+
+def _sizes(relation: Relation, batch: int, head: int) -> tuple[int, int]:
+    """Return the numbers of batches and heads to look at, which have the one that is wanted."""
+    sizes = relation.batch_size or batch + 1, relation.head_count or head + 1
+    for name, number, size in zip(("batch", "head"), (batch, head), sizes, strict=True):
+        if size > 1 and not 0 <= number < size:
+            raise ValueError(f"{name}: wanted 0..{size - 1}, got {number}")
+    return sizes
 
 
 def as_html(relation: Relation) -> str | None:

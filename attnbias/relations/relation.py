@@ -301,13 +301,9 @@ class Relation(Value):
             .##.
             ..##
         """
-        batches, heads = self.batch_size or batch + 1, self.head_count or head + 1
-        grid = self.dense(q_len, k_len, q_start, batch=batches, heads=heads)
-        if grid.dim() == 4:
-            for name, number, size in (("batch", batch, len(grid)), ("head", head, grid.shape[1])):
-                if size > 1 and not 0 <= number < size:
-                    raise ValueError(f"{name}: wanted 0..{size - 1}, got {number}")
-            grid = grid[min(batch, len(grid) - 1), min(head, grid.shape[1] - 1)]
+        from . import display
+
+        grid = display.pairs(self, q_len, q_len if k_len is None else k_len, q_start, batch, head)
         return "\n".join("".join("#" if x else "." for x in row) for row in grid.tolist())
 
     def plot(

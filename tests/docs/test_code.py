@@ -15,10 +15,8 @@ from cases import ROOT
 
 import attnbias as ab
 
-ELSEWHERE = {
-    "docs/recipes.md",
-    "docs/paper.md",
-}  # tests/recipes/test_page.py, tests/symmetry/test_paper_page.py
+# Run by tests/recipes/test_page.py and tests/symmetry/test_paper_page.py.
+ELSEWHERE = {"docs/recipes.md", "docs/paper.md"}
 PAGES = [
     path
     for path in (
@@ -161,8 +159,10 @@ def test_code_runs(page: str) -> None:
     for module in ("transformers", "torch_geometric"):
         if module in code:
             pytest.importorskip(module)
-    with contextlib.redirect_stdout(io.StringIO()):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
         run_page(page, text)
+    assert "<bound method" not in out.getvalue() and "<function" not in out.getvalue(), page
 
 
 def test_given_names_are_of_blocks_that_exist() -> None:

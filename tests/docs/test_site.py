@@ -21,15 +21,9 @@ DOCS = ROOT / "docs"
 CONFIG = (ROOT / "mkdocs.yml").read_text()
 README = (ROOT / "README.md").read_text()
 HOOK = tree_of(ROOT / "tools" / "docs_site" / "pages.py")
-FOLDERS = ("attnbias", "attnbias.nn", "attnbias.nn.appendix", "attnbias.recipes", "attnbias.sharding")
-FOLDERS += (
-    "attnbias.structured",
-    "attnbias.symmetry",
-    "attnbias.testing",
-    "attnbias.integrations.flash_attn",
-)
-FOLDERS += ("attnbias.integrations.flex", "attnbias.integrations.huggingface", "attnbias.integrations.sdpa")
-FOLDERS += ("attnbias.integrations.torchtitan", "attnbias.integrations.varlen")
+BRIDGES = ("flash_attn", "flex", "huggingface", "sdpa", "torchtitan", "varlen")
+FOLDERS = ("nn", "nn.appendix", "recipes", "sharding", "structured", "symmetry", "testing")
+FOLDERS = ("attnbias", *(f"attnbias.{name}" for name in (*FOLDERS, *(f"integrations.{x}" for x in BRIDGES))))
 OPTIONAL = {"attnbias.integrations.pyg": "torch_geometric"}
 
 
@@ -127,6 +121,12 @@ def test_links_of_the_readme_lead_somewhere() -> None:
         r'(?:src|srcset)="([^"]+)"', README
     ):
         assert (ROOT / link).exists(), link
+
+
+def test_every_picture_is_linked() -> None:
+    text = README + "".join(path.read_text() for path in DOCS.rglob("*.md"))
+    pictures = [path for path in (DOCS / "pictures").rglob("*.*") if path.suffix in (".png", ".svg")]
+    assert len(pictures) > 20 and [path.name for path in pictures if path.name not in text] == []
 
 
 def test_versions_agree() -> None:

@@ -15,7 +15,6 @@ import attnbias as ab
 from attnbias.layouts.picture import KINDS, cells_of
 from attnbias.testing import random_relation
 
-RELATED = KINDS.index("related")
 LENGTHS = [(1, 1), (40, 97), (128, 128), (129, 70), (300, 171), (70, 1030)]
 RELATIONS = [
     ab.Causal(),

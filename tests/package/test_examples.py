@@ -47,6 +47,19 @@ SEEN = {
 }
 
 
+STORED = [path.stem for path in EXAMPLES.glob("*.py") if "stored results" in path.read_text()]
+
+
+@pytest.mark.parametrize("name", [*STORED, "match3", "paper_models", "sparse_and"])
+def test_stored_results_are_in_the_repository(name):
+    """Git ignored the folder, and those of three examples that the docs cite were lost."""
+    command = ["git", "ls-files", "--error-unmatch", f"examples/results/{name}*.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if "not a git repository" in done.stderr:
+        pytest.skip("not a git repository")
+    assert len(STORED) >= 4 and done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_example_runs(name, tmp_path):

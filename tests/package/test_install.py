@@ -177,7 +177,11 @@ def test_help_is_a_tour_whose_code_runs():
 def test_modules_are_loaded_when_they_are_asked_for():
     names = ("integrations", "nn", "structured", "symmetry")
     before = f"import sys, attnbias; assert not [x for x in {names} if 'attnbias.' + x in sys.modules]"
-    use = "; ".join(f"attnbias.{name}" for name in (*names, "integrations.sdpa", "integrations.flex"))
+    folder = Path(ab.__file__).parent / "integrations"
+    found = {path.stem for path in folder.iterdir() if not path.stem.startswith("_")} - {"sequences"}
+    assert {"huggingface", "pyg", "torchtitan", "varlen"} < found
+    bridges = [f"integrations.{name}" for name in sorted(found)]
+    use = "; ".join(f"attnbias.{name}" for name in (*names, *bridges))
     done = run(f"{before}\n{use}\nprint(attnbias.nn.RelationalAttention.__name__)")
     assert done.stdout == "RelationalAttention\n", done.stderr
     assert dir(ab) == sorted((*ab.__all__, *names, "__version__"))

@@ -124,10 +124,6 @@ def attention_forward(
             wanted = f"wanted the model's own mask, which knows the positions that the {name} needs"
             raise refuse(module, f"attention_mask: {wanted}, got {_kind(attention_mask)}")
     if score is not None:
-        if cache is not None:
-            raise refuse(
-                module, "score: wanted none with continuous batching, which packs positions, got one"
-            )
         _check_offset(module, score, mask.offset)
         scaling = query.shape[3] * (query.shape[3] ** -0.5 if scaling is None else scaling)
     wants_weights = _wants_weights(options)
