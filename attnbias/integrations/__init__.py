@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from . import huggingface as huggingface
     from . import pyg as pyg
     from . import sdpa as sdpa
+    from . import torchtitan as torchtitan
+    from . import varlen as varlen
 else:
 
     def __getattr__(name: str) -> Any:
-        if name in ("flash_attn", "flex", "huggingface", "pyg", "sdpa"):
+        if name in ("flash_attn", "flex", "huggingface", "pyg", "sdpa", "torchtitan", "varlen"):
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -176,8 +176,9 @@ def test_help_is_a_tour_whose_code_runs():
 
 def test_modules_are_loaded_when_they_are_asked_for():
     names = ("integrations", "nn", "structured", "symmetry")
+    later = ("integrations.varlen", "integrations.torchtitan")
     before = f"import sys, attnbias; assert not [x for x in {names} if 'attnbias.' + x in sys.modules]"
-    use = "; ".join(f"attnbias.{name}" for name in (*names, "integrations.sdpa", "integrations.flex"))
+    use = "; ".join(f"attnbias.{name}" for name in (*names, "integrations.sdpa", "integrations.flex", *later))
     done = run(f"{before}\n{use}\nprint(attnbias.nn.RelationalAttention.__name__)")
     assert done.stdout == "RelationalAttention\n", done.stderr
     assert dir(ab) == sorted((*ab.__all__, *names, "__version__"))
