@@ -197,3 +197,10 @@ def test_wrong_values_are_named():
             layer(x, cache=MultiLevelCache(layer.score), **given)
     with pytest.raises(ValueError, match=wanted):
         layer(x, cache=closed)
+    with pytest.raises(TypeError, match="cache: wanted a MultiLevelCache or None, got int"):
+        layer(x, cache=3)
+    cache = MultiLevelCache(layer.score)
+    with pytest.raises(ValueError, match=r"x: wanted \[n, 18\] or \[B, n, 18\], .*, got \[2, 4, 17\]"):
+        layer(x[..., :17], cache=cache)
+    with pytest.raises(TypeError, match="x: wanted a tensor, got list"):
+        layer([x], cache=cache)
