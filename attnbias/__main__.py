@@ -21,14 +21,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     try:
         code = _run(arguments)
-        sys.stdout.flush()
+        _flush()
         return code
     except BrokenPipeError:  # `attnbias show ... | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python exits
+        _drop_output()
         return 141
+    except OSError as error:  # of a file to write, or of the output
+        print(f"attnbias: {error}", file=sys.stderr)
+        try:
+            _flush()
+        except OSError:
+            _drop_output()
+        return 2
     except KeyboardInterrupt:
         print("attnbias: interrupted", file=sys.stderr)
         return 130
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # None where it was closed before Python began
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Write nothing when Python flushes as it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -47,7 +64,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             return {"report": command.report, "tune": command.tune}[given.command](given)
         commands = {"show": show, "plan": plan, "verify": verify, "info": info, "theory": _theory}
         return commands[given.command](given)
-    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+    except (ValueError, TypeError, NotImplementedError, ImportError, RecursionError) as error:
         print(f"attnbias: {error}", file=sys.stderr)
         return 2
 

@@ -9,7 +9,7 @@ own rows, whose scores are the log-sum-exps of the first.
 from __future__ import annotations
 
 import itertools
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 from .arguments import as_count, as_flag
 from .attention import attention
 from .layouts.layout import Layout
+from .op.library import is_autocast
 from .op.problem import Problem
 from .op.words import describe
 from .relations import PerBatch, PerHead, Ranges, Relation
@@ -147,6 +148,8 @@ def simplicial_attention(
     for name, relation in (("first", first), ("second", second), ("between", between)):
         if not isinstance(relation, Relation) and (relation is not None or name != "between"):
             raise TypeError(f"{name}: wanted a Relation, got {describe(relation)}")
+    if isinstance(query, Tensor) and is_autocast(query.device.type):
+        query, key, value, key2, value2 = _widened(query, key, value, key2, value2)
     names = {"key": "key2", "value": "value2", "relation": "second"}
     one = _checked({"relation": "first"}, query, key, value, first, scale=scale, q_start=q_start)
     two = _checked(names, query, key2, value2, second, q_start=one.q_start)
@@ -174,6 +177,14 @@ def simplicial_attention(
     if one.squeeze:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if as_flag("return_lse", return_lse) else out
+
+
+def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast to the widest of their dtypes, as autocast does for products; ``attention`` then narrows them."""
+    if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
+        return tensors
+    widest = reduce(torch.promote_types, (x.dtype for x in tensors))
+    return tuple(x.to(widest) for x in tensors)
 
 
 def _checked(names: dict[str, str], *args: Any, **options: Any) -> Problem:

@@ -29,9 +29,10 @@ def show(given: argparse.Namespace) -> int:
     pairs = relation.picture(q_len, k_len, start) if is_short else ""
     has_tiles = layout.q_tile.numel() > 1 or not is_short
     tiles = layout.picture() if has_tiles and max(q_len, k_len) <= MOST_DRAWN * layout.tile else ""
-    files = [path for path in (given.png, given.svg) if path]
-    for path in files:
-        _save(relation, layout, path)
+    kinds = {kind: path for kind, path in (("png", given.png), ("svg", given.svg)) if path}
+    for kind, path in kinds.items():
+        _save(relation, layout, path, kind)
+    files = list(kinds.values())
     if given.json:
         found = {"relation": repr(relation), "q_len": q_len, "k_len": k_len, "q_start": layout.q_start}
         drawn = {"pairs": pairs.split("\n") if pairs else None, "tiles": tiles.split("\n") if tiles else None}
@@ -42,7 +43,7 @@ def show(given: argparse.Namespace) -> int:
         print(pairs)
     if tiles:
         print(f"tiles of {layout.tile}: # full, + partial, e edges, * both\n{tiles}")
-    if not (pairs or tiles):
+    if not (is_short or tiles):
         print(f"{q_len:,} x {k_len:,} are too many to draw as text; --png FILE draws them")
     print(layout.stats())
     for path in files:
@@ -50,15 +51,15 @@ def show(given: argparse.Namespace) -> int:
     return 0
 
 
-def _save(relation: Relation, layout: Layout, path: str) -> None:
+def _save(relation: Relation, layout: Layout, path: str, kind: str) -> None:
     """Draw the pairs if they are few, else the layout, whose tiles and edges then tell more."""
     from ..layouts.plot import save
 
     q_len, k_len = layout.q_len, layout.k_len
     if max(q_len, k_len) <= MOST_PAIRS:
-        save(cells(relation, q_len, k_len, layout.q_start, 0, 0), path, repr(relation))
+        save(cells(relation, q_len, k_len, layout.q_start, 0, 0), path, repr(relation), kind)
     else:
-        save(cells_of(layout, 0), path, repr(relation))
+        save(cells_of(layout, 0), path, repr(relation), kind)
 
 
 def _list_recipes(as_json: bool) -> int:

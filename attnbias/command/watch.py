@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
@@ -11,8 +12,10 @@ class Watch:
     """Shows one line that changes on a terminal; elsewhere, such as in a log, a line every ten seconds."""
 
     def __init__(self) -> None:
-        self.is_terminal = sys.stderr.isatty()
+        self.is_terminal = sys.stderr is not None and sys.stderr.isatty()
         self.wait = 0.1 if self.is_terminal else 10.0  # seconds
+        if sys.stderr is None:  # closed before Python began; print would then write to standard output
+            self.wait = math.inf
         self.shown = time.monotonic()
 
     def __call__(self, text: str) -> None:

@@ -19,6 +19,8 @@ Band = Causal | Window
 def read_offsets(name: str, given: Tensor | Sequence[int], tokens: Tensor) -> Tensor:
     """Return where the sequences among tokens [n, H, D] begin, and the end, int64."""
     offsets = as_indices(name, given, (1,))
+    if len(offsets) > 1 and (int(offsets[0]) != 0 or int(offsets.diff().min()) < 0):
+        raise ValueError(f"{name}: wanted offsets that rise from 0, got {offsets.tolist()}")
     last = int(offsets[-1]) if len(offsets) else None
     if last != len(tokens):
         raise ValueError(

@@ -71,6 +71,8 @@ def varlen_attn(
             kind = type(given).__name__
             raise NotImplementedError(f"{name}: wanted None, paged keys are not supported, got {kind}")
     starts = read_offsets("cu_seq_q", cu_seq_q, query), read_offsets("cu_seq_k", cu_seq_k, key)
+    if len(starts[1]) != len(starts[0]):
+        raise ValueError(f"cu_seq_k: wanted {len(starts[0])} offsets as in cu_seq_q, got {len(starts[1])}")
     relation = in_sequences(read_window(False, window_size), *starts)
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     out, lse = attention(q, k, v, relation, scale=scale, enable_gqa=enable_gqa, return_lse=True)

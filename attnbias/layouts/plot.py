@@ -67,8 +67,8 @@ def plot(cells: Cells, title: str, axes: Axes | None = None) -> Axes:
     return axes
 
 
-def save(cells: Cells, path: str | Path, title: str) -> None:
-    """Draw into a file, whose suffix says how: png, svg, pdf."""
+def save(cells: Cells, path: str | Path, title: str, kind: str | None = None) -> None:
+    """Draw into a file as png, svg or pdf; its suffix says which if ``kind`` does not."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -79,7 +79,7 @@ def save(cells: Cells, path: str | Path, title: str) -> None:
     figure = Figure(figsize=(6, height), layout="constrained")
     FigureCanvasAgg(figure)
     plot(cells, title, figure.subplots())
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format=kind)
 
 
 def _missing() -> ImportError:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..attention import attention
+from ..op.words import describe
 from ..relations import Causal, Relation
 from ..scores.multilevel import MultiLevel
 
@@ -83,60 +86,70 @@ class MultiLevelCache:
             [B, H, n, E].
 
         Raises:
-            ValueError: if a shape does not fit the score or the tokens so far.
+            TypeError: if ``relation`` is not a relation.
+            ValueError: if a shape does not fit the score or the tokens so far. The cache is then as before.
         """
-        self._check(query, key, value)
-        start = self.length
+        self._check(query, key, value, relation)
+        start, length = self.length, self.length + key.shape[-2]
         parts = key.split(self.score.ranks, dim=-1)
-        if not self._levels:
-            self._levels = [part[..., :0, :] for part in parts]
-            self._value = value[..., :0, :]
+        held = self._levels or [part[..., :0, :] for part in parts]
         # Also copies the first tokens, which lie in a larger tensor of the caller's.
-        self._levels = [torch.cat(both, -2) for both in zip(self._levels, parts, strict=True)]
-        self._value = torch.cat((self._value, value), -2)
-        self.length += key.shape[-2]
+        levels = [torch.cat(both, -2) for both in zip(held, parts, strict=True)]
+        values = torch.cat((self._value if self._levels else value[..., :0, :], value), -2)
         zero = torch.zeros(1, dtype=torch.int64)
         if query.shape[-2] == 1 and relation.multiplicity(zero, zero) is None:
-            out = self._attend_once(query, relation, scale)
+            out = self._attend_once(query, levels, values, relation, scale)
         else:
-            missing = [self.length - level.shape[-2] for level in self._levels]
-            pairs = zip(self._levels, missing, strict=True)
+            pairs = ((level, length - level.shape[-2]) for level in levels)
             whole = torch.cat([torch.nn.functional.pad(x, (0, 0, count, 0)) for x, count in pairs], -1)
-            out = attention(query, whole, self._value, relation, score=self.score, scale=scale, q_start=start)
-        for i, (level, width) in enumerate(zip(self._levels, self._widths, strict=True)):
-            count = self.length % width if width else self.length
+            out = attention(query, whole, values, relation, score=self.score, scale=scale, q_start=start)
+        for i, (level, width) in enumerate(zip(levels, self._widths, strict=True)):
+            count = length % width if width else length
             if count < level.shape[-2]:
-                self._levels[i] = level[..., level.shape[-2] - count :, :].clone()  # a view would keep all
+                levels[i] = level[..., level.shape[-2] - count :, :].clone()  # a view would keep all
+        self._levels, self._value, self.length = levels, values, length  # only now, as a call may raise
         return out
 
-    def _attend_once(self, query: Tensor, relation: Relation, scale: float) -> Tensor:
+    def _attend_once(
+        self, query: Tensor, levels: Sequence[Tensor], values: Tensor, relation: Relation, scale: float
+    ) -> Tensor:
         """Attend from the last token, [B, H, 1, E]."""
+        length = values.shape[-2]
         precision = torch.float64 if query.dtype == torch.float64 else torch.float32
-        heads, key_heads = query.shape[-3], self._value.shape[-3]
+        heads, key_heads = query.shape[-3], values.shape[-3]
         grouped = query.unflatten(-3, (key_heads, heads // key_heads)).squeeze(-2)  # [B, Hk, H / Hk, D]
-        scores = query.new_zeros(*grouped.shape[:-1], self.length, dtype=precision)
-        shares = scores.new_full((self.length,), self.score.share(0))
+        scores = query.new_zeros(*grouped.shape[:-1], length, dtype=precision)
+        shares = scores.new_full((length,), self.score.share(0))
         parts = grouped.split(self.score.ranks, dim=-1)
-        for count, (part, level) in enumerate(zip(parts, self._levels, strict=True), 1):
-            held = slice(self.length - level.shape[-2], None)
+        for count, (part, level) in enumerate(zip(parts, levels, strict=True), 1):
+            held = slice(length - level.shape[-2], None)
             scores[..., held] += (part @ level.mT).to(precision) / level.shape[-1]
             shares[held] = self.score.share(count)
         batch = query.shape[0] if query.dim() == 4 else 1
-        related = relation.dense(1, self.length, self.length - 1, batch=batch, heads=heads).to(query.device)
-        related = related.expand(batch, heads, 1, self.length).reshape(batch, *grouped.shape[-3:-1], -1)
+        related = relation.dense(1, length, length - 1, batch=batch, heads=heads).to(query.device)
+        related = related.expand(batch, heads, 1, length).reshape(batch, *grouped.shape[-3:-1], -1)
         related = related if query.dim() == 4 else related[0]
         scores = (scores * shares * scale).masked_fill(~related, -torch.inf)
         empty = ~related.any(-1, keepdim=True)
         weights = torch.softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0)
-        return (weights.to(self._value.dtype) @ self._value).flatten(-3, -2).unsqueeze(-2)
+        return (weights.to(values.dtype) @ values).flatten(-3, -2).unsqueeze(-2)
 
-    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, relation: Relation) -> None:
+        if not isinstance(relation, Relation):
+            raise TypeError(f"relation: wanted a Relation, got {describe(relation)}")
         size = sum(self.score.ranks)
         if key.shape[-1] != size or query.shape[-1] != size or query.shape[-2] != key.shape[-2]:
             raise ValueError(
                 f"key: wanted as many tokens as the query has, and the score's {size} dimensions, "
                 f"got {list(key.shape)} and a query {list(query.shape)}"
             )
+        if query.shape[:-3] != key.shape[:-3] or query.shape[-3] % max(key.shape[-3], 1):
+            raise ValueError(
+                f"key: wanted the query's batch, and heads that divide its own, got {list(key.shape)} "
+                f"and a query {list(query.shape)}"
+            )
+        if value.shape[:-1] != key.shape[:-1]:
+            raise ValueError(f"value: wanted the key's {list(key.shape[:-1])}, got {list(value.shape)}")
         if self._levels and (key.shape[:-2], value.shape[-1]) != (
             self._value.shape[:-2],
             self._value.shape[-1],

@@ -105,14 +105,7 @@ class AttentionLayer(nn.Module):
             TypeError: if ``x`` or ``memory`` is not a tensor.
         """
         memory = x if memory is None else memory
-        for name, tokens in (("x", x), ("memory", memory)):
-            if not isinstance(tokens, Tensor):
-                raise TypeError(f"{name}: wanted a tensor, got {type(tokens).__name__}")
-            if tokens.dim() != x.dim() or tokens.dim() not in (2, 3) or tokens.shape[-1] != self.d_model:
-                raise ValueError(
-                    f"{name}: wanted [n, {self.d_model}] or [B, n, {self.d_model}], x and memory alike, "
-                    f"got {list(tokens.shape)}"
-                )
+        self._check_tokens(x, memory)
         used = self.relation if relation is None else relation
         if mesh is not None or length is not None:
             used, q_start = make_shard(used, mesh, length, q_start), 0
@@ -137,6 +130,16 @@ class AttentionLayer(nn.Module):
             return out
         weights = attention_weights(query, key, used, **options)
         return out, weights.squeeze(-3) if self.heads == 1 else weights
+
+    def _check_tokens(self, x: Tensor, memory: Tensor) -> None:
+        for name, tokens in (("x", x), ("memory", memory)):
+            if not isinstance(tokens, Tensor):
+                raise TypeError(f"{name}: wanted a tensor, got {type(tokens).__name__}")
+            if tokens.dim() != x.dim() or tokens.dim() not in (2, 3) or tokens.shape[-1] != self.d_model:
+                raise ValueError(
+                    f"{name}: wanted [n, {self.d_model}] or [B, n, {self.d_model}], x and memory alike, "
+                    f"got {list(tokens.shape)}"
+                )
 
     def extra_repr(self) -> str:
         """See :class:`torch.nn.Module`."""

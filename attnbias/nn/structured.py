@@ -149,9 +149,13 @@ class MLRAttention(_Structured):
 
         Raises:
             ValueError: if a shape does not fit, or options do not go together.
+            TypeError: if ``x``, ``memory`` or ``cache`` is of another kind.
         """
         if cache is None:
             return super().forward(x, memory, **options)
+        if not isinstance(cache, MultiLevelCache):
+            raise TypeError(f"cache: wanted a MultiLevelCache or None, got {type(cache).__name__}")
+        self._check_tokens(x, x)
         if memory is not None or options or self.softcap or cache.score != self.score:
             raise ValueError(
                 "cache: wanted one with the layer's score, and neither memory, options nor softcap with it"

@@ -1,5 +1,6 @@
 """The module for torchtitan's models against torch's attention, with the masks that torchtitan makes."""
 
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -115,6 +116,58 @@ def test_layers_share_one_relation_until_masks_change(monkeypatch):
     assert len(made) == 2
     assert torch.equal(first[0], first[2])
     assert not torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize(
+    "relation",
+    [
+        ab.Causal() & (ab.Global([0]) | ab.Window(before=2)),
+        ab.Chunks(8),
+        ab.PerBatch([ab.Causal(), ab.Window(before=3)]),
+    ],
+)
+def test_relation_counts_from_the_first_token_of_each_row(relation):
+    masks, inner = offsets(0, 5, 37, 57, 58, 74), InnerAttention(relation)
+    allowed = in_rows(True) & relation.dense(L, batch=B).expand(B, 1, L, L)
+
+    def torchs(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, allowed, enable_gqa=True).transpose(1, 2)
+
+    tensors = draw(B, L)
+    got = inner(*tensors, attention_masks=masks, enable_gqa=True)
+    assert_no_worse("out", got, torchs(*tensors), torchs(*(x.double() for x in tensors)))
+
+
+def test_sequences_through_rows_want_a_stationary_relation():
+    tensors, inner = draw(B, L), InnerAttention(ab.Chunks(8))
+    with pytest.raises(ValueError, match=r"^attention_masks: wanted sequences that end with their row, "):
+        inner(*tensors, attention_masks=offsets(0, 50, 74), enable_gqa=True)
+    with pytest.raises(ValueError, match=r"^attention_masks: wanted offsets that end at 74, got Documents"):
+        inner(*tensors, attention_masks=offsets(0, 37, 73), enable_gqa=True)
+
+
+def test_a_call_in_another_thread_changes_nothing():
+    inner, (q, k, v) = InnerAttention(), draw(L)
+    mine, others = offsets(0, 5, L), offsets(0, 9, L)
+    wanted, other = (inner(q, k, v, attention_masks=each, enable_gqa=True) for each in (mine, others))
+
+    def interrupt(frame, event, argument):
+        if frame.f_code.co_name != "_read":
+            return None
+        if event == "line":  # before each line of one call another call runs as a whole
+            sys.settrace(None)
+            inner(q, k, v, attention_masks=offsets(0, 9, L), enable_gqa=True)
+            sys.settrace(interrupt)
+        return interrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        got = [inner(q, k, v, attention_masks=mine, enable_gqa=True) for _ in range(2)]
+    finally:
+        sys.settrace(before)
+    assert not torch.equal(wanted, other) and all(torch.equal(each, wanted) for each in got)
 
 
 def test_it_has_no_parameters():

@@ -119,3 +119,10 @@ def test_wrong_arguments_raise():
     for name in ("seqused_k", "block_table"):
         with pytest.raises(NotImplementedError, match=f"^{name}: wanted None, paged keys are not supported"):
             varlen_attn(q, k, v, *starts, 5, 5, **{name: starts[0]})
+    falling, few = torch.tensor([0, 5, 4, 9]), torch.tensor([0, len(k)])
+    with pytest.raises(ValueError, match=r"^cu_seq_q: wanted offsets that rise from 0, got \[0, 5, 4, 9\]$"):
+        varlen_attn(q[:9], k, v, falling, starts[1], 5, 5, enable_gqa=True)
+    with pytest.raises(
+        ValueError, match=rf"^cu_seq_k: wanted {len(starts[0])} offsets as in cu_seq_q, got 2$"
+    ):
+        varlen_attn(q, k, v, starts[0], few, 5, 5, enable_gqa=True)

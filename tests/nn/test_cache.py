@@ -138,6 +138,33 @@ def test_a_layer_decodes_with_it(batch):
     assert (got - everyone(x)).abs().max() < 1e-13 * got.abs().max()
 
 
+def test_a_call_that_raises_leaves_the_cache_as_it_was():
+    score, inputs = SCORES["shared, 24, 8"], make((2,), 4, 2)
+    cache = MultiLevelCache(score)
+    cache.attend(*(x[:, :, :20] for x in inputs))
+    step, two = ([x[:, :, 20 : 20 + n] for x in inputs] for n in (1, 2))
+    three_heads = ab.PerHead([ab.Causal()] * 3)
+    wrong = (
+        (step, three_heads, "relation: this PerHead has heads 3, got heads 4"),
+        (two, three_heads, "relation: this PerHead has heads 3, got heads 4"),
+        ((*step[:2], step[2][:1]), ab.Causal(), r"value: wanted the key's \[2, 2, 1\], got \[1, 2, 1, 6\]"),
+        ((*step[:2], two[2]), ab.Causal(), r"value: wanted the key's \[2, 2, 1\], got \[2, 2, 2, 6\]"),
+        ((step[0][:1], *step[1:]), ab.Causal(), r"key: wanted the query's batch, .* query \[1, 4, 1, 9\]"),
+        ((step[0][:, :3], *step[1:]), ab.Causal(), r"key: .* heads that divide its own, .* \[2, 3, 1, 9\]"),
+        ((step[0][0], *step[1:]), ab.Causal(), r"key: wanted the query's batch, .* query \[4, 1, 9\]"),
+    )
+    for given, relation, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            cache.attend(*given, relation)
+    with pytest.raises(TypeError, match="relation: wanted a Relation, got NoneType None"):
+        cache.attend(*step, None)
+    got = cache.attend(*(x[:, :, 20:] for x in inputs))
+    wanted = ab.attention(*inputs, ab.Causal(), score=score)[:, :, 20:]
+    assert cache.length == T and (got - wanted).abs().max() < 1e-14 * wanted.abs().max()
+    with pytest.raises(ValueError, match=r"value: wanted the key's"):  # also in the first call
+        MultiLevelCache(score).attend(*step[:2], step[2][:1])
+
+
 def test_wrong_values_are_named():
     score, (q, k, v) = SCORES["shared, 24, 8"], make((2,), 4, 2)
     with pytest.raises(TypeError, match="score: wanted a MultiLevel, got list"):
@@ -170,3 +197,10 @@ def test_wrong_values_are_named():
             layer(x, cache=MultiLevelCache(layer.score), **given)
     with pytest.raises(ValueError, match=wanted):
         layer(x, cache=closed)
+    with pytest.raises(TypeError, match="cache: wanted a MultiLevelCache or None, got int"):
+        layer(x, cache=3)
+    cache = MultiLevelCache(layer.score)
+    with pytest.raises(ValueError, match=r"x: wanted \[n, 18\] or \[B, n, 18\], .*, got \[2, 4, 17\]"):
+        layer(x[..., :17], cache=cache)
+    with pytest.raises(TypeError, match="x: wanted a tensor, got list"):
+        layer([x], cache=cache)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,6 +102,7 @@ def test_plan_prints_a_table_and_draws(capsys, tmp_path):
             ["verify", "--case", "graph", "--backend", "sdpa", "--device", "cpu"],
             "nothing to verify: sdpa refuses all of these checks on cpu",
         ),
+        (["show", "~" * 3000 + "Causal()", "9"], "maximum recursion depth exceeded"),
         (["show", "Causal()", "9", "--form", "x"], "form: wanted 'auto', 'tiles' or 'edges', got 'x'"),
     ],
 )
@@ -191,6 +193,55 @@ def test_a_closed_pipe_ends_the_command_without_a_traceback():
     command = f"{sys.executable} -m attnbias show 'Causal()' 4000 | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        pytest.param(
+            "show 'Causal()' 8 >/dev/full",
+            "2",
+            "attnbias: [Errno 28] No space left on device\n",
+            marks=pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full"),
+        ),
+        ("show 'Causal()' 8 >&-", "0", ""),
+        ("verify --random 1 2>&- >/dev/null", "0", ""),
+        ("verify --random 0 2>&- >/dev/null", "2", ""),
+    ],
+)
+def test_an_output_that_cannot_be_written_leaves_no_traceback(command, code, said):
+    line = f"{sys.executable} -m attnbias {command}; echo $? >&3"
+    done = subprocess.run(["bash", "-c", f"({line}) 3>&1"], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"{code}\n", said)
+
+
+def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    for path in (tmp_path / "none" / "x.png", tmp_path):
+        assert main(["show", "Causal()", "8", "--svg", str(path / "x.svg" / "y.svg")]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("attnbias: [Errno 2] No such file or directory") and "y.svg" in said
+
+
+def test_the_option_says_what_is_drawn_whatever_the_file_is_called(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    svg, png = tmp_path / "picture.png", tmp_path / "no suffix"
+    assert main(["show", "Causal()", "8", "--svg", str(svg), "--png", str(png)]) == 0
+    assert svg.read_text().startswith("<?xml") and png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_progress_without_standard_error(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    watch = Watch()
+    watch.shown -= 1e9
+    watch("half done")
+    watch.clear()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_relation_of_no_tokens_is_not_called_too_long(capsys):
+    assert main(["show", "Causal()", "0"]) == 0
+    assert "too many" not in capsys.readouterr().out
 
 
 def test_an_interrupted_command_exits_with_130(capsys, monkeypatch):

@@ -257,6 +257,19 @@ def test_autocast_computes_in_bfloat16():
     assert_no_worse("out", out, lower, exact)
 
 
+def test_autocast_takes_what_norms_and_projections_return():
+    tensors, given = make(21, dtype=torch.float32), (ab.Window(before=6), ab.Window(before=3))
+    mixed = [x.bfloat16() if i in (1, 2, 4) else x for i, x in enumerate(tensors)]
+    same = [x.float() for x in mixed]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, wanted = (ab.simplicial_attention(*each, *given) for each in (mixed, same))
+        with pytest.raises(TypeError, match="key2: wanted a tensor, got int 3"):
+            ab.simplicial_attention(*same[:3], 3, same[4], *given)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, wanted)
+    with pytest.raises(TypeError, match=r"key: wanted the query's dtype, torch.float32, got torch.bfloat16"):
+        ab.simplicial_attention(*mixed, *given)
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
