@@ -450,10 +450,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Group a model's parameters by learning rate, for an optimiser: matrices learn at ``lr * 768 / fan_in``.
 
-    Matrices are the capped weights of the layers in this file, and those of linear layers and of
-    ``BilinearAttention`` with a fan-in of at least 16. All other parameters, such as embeddings and gains,
-    learn at ``lr``. So does a linear layer of fewer inputs, which reads coordinates as an embedding reads an
-    index: at one input its rate would be ``lr * 768``.
+    Matrices are the weights of this file's layers, but for factors of ``BilinearAttention`` with a fan-in below
+    16, and those of other linear layers with at least 16 inputs. All else, such as embeddings and gains, learns
+    at ``lr``; so does a linear layer of fewer inputs, which reads coordinates as an embedding reads an index.
 
     Args:
         model: its parameters are grouped.
@@ -474,7 +473,8 @@ def parameter_groups(
     fan_ins: dict[Tensor, int] = {}
     for module in model.modules():
         if isinstance(module, _Structured):
-            fan_ins |= module.fan_ins()
+            own = (layer for layer in module.children() if isinstance(layer, nn.Linear))
+            fan_ins |= module.fan_ins() | {layer.weight: layer.in_features for layer in own}
         elif isinstance(module, nn.Linear) and module.in_features >= LEAST_FAN_IN:
             fan_ins[module.weight] = module.in_features
     known = set(model.modules())

@@ -242,9 +242,11 @@ def test_a_layer_of_few_inputs_learns_as_an_embedding():
     for inputs, rate in ((1, 1), (15, 1), (16, 48), (768, 1)):
         found = parameter_groups(nn.Linear(inputs, 5, bias=False), 0.5)
         assert [group["lr"] for group in found] == [0.5 * rate]
+
+
+def test_the_layers_own_matrices_keep_the_papers_rate_however_small():
     small = {g["lr"]: len(g["params"]) for g in MLRAttention(8, 2, [2, 2]).parameter_groups(0.5)}
-    assert small == {0.5: 6}
-    # The cap on their weights keeps small cores in step.
+    assert small == {0.5: 2, 0.5 * 96: 4}
     assert {g["lr"] for g in BilinearBTTAttention(16, 2).parameter_groups(1.0)} == {1.0, 48.0, 96.0, 384.0}
 
 

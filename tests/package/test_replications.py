@@ -302,22 +302,8 @@ def test_rank_is_that_of_the_scores_matrix(monkeypatch):
     for layer in module.layers_for(n):
         made = layer.make().double()
         x = torch.randn(1, 64, n, dtype=torch.float64)
-        if layer.method == "bilinear BTT":
-            query, key = x[0], made.key_norm(made.keys(x))[0, :, 0]
-            norms = 1
-        elif layer.method == "bilinear MLR":
-            parts = [
-                made._project(x, *each)
-                for each in ((made.query, made.query_norms), (made.key, made.key_norms))
-            ]
-            query, key = (torch.cat(part, -1)[0, :, 0] for part in parts)
-            norms = len(layer.ranks)
-        else:
-            query, key = (
-                norm(project(x).unflatten(-1, (layer.heads, -1)))[0, :, 0]
-                for project, norm in ((made.query, made.query_norm), (made.key, made.key_norm))
-            )
-            norms = 1
+        query, key, _ = (each[0, 0] for each in made.project(x, x))
+        norms = len(layer.ranks) if layer.method == "bilinear MLR" else 1
         rank = int(torch.linalg.matrix_rank(query @ key.T))
         assert layer.rank - norms <= rank <= layer.rank
 
