@@ -450,9 +450,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Group a model's parameters by learning rate, for an optimiser: matrices learn at ``lr * 768 / fan_in``.
 
-    Matrices are the weights of this file's layers, but for factors of ``BilinearAttention`` with a fan-in below
-    16, and those of other linear layers with at least 16 inputs. All else, such as embeddings and gains, learns
-    at ``lr``; so does a linear layer of fewer inputs, which reads coordinates as an embedding reads an index.
+    Matrices are the weights of this file's layers, but for factors of ``BilinearAttention`` with a fan-in
+    below 16, and those of other linear layers with at least 16 inputs. All else, such as embeddings and
+    gains, learns at ``lr``; so does a linear layer of fewer inputs, which reads coordinates.
 
     Args:
         model: its parameters are grouped.
