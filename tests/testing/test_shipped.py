@@ -34,7 +34,9 @@ def test_the_quick_checks_are_some_of_them():
 
 
 @NO_KERNELS
-def test_right_kernels_have_no_fault():
+def test_right_kernels_have_no_fault(monkeypatch):
+    """Nor a name: those of Triton that the process has compiled did not run."""
+    monkeypatch.setattr(shipped, "describe", lambda *sizes: "compiled before")
     assert PROBLEM.check("cpu", CPU) == Verdict({})
 
 
