@@ -1,4 +1,4 @@
-"""What the examples of structured attention share: a small decoder, its training, and how runs are stored.
+"""The parts that the examples of structured attention share: a small decoder, its training, stored runs.
 
 The model's settings are those of Kuang et al. (2025): pre-norm blocks, a GELU MLP of 4 times the width,
 learned positions, zero output projections, learning rates by fan-in (``attnbias.nn.parameter_groups``),

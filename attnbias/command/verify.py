@@ -30,7 +30,7 @@ class Counts:
 
 @dataclass
 class Found:
-    """What the checks found so far."""
+    """Results of the checks so far."""
 
     lines: list[Line] = field(default_factory=list)
 

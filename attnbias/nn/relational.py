@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class AttentionLayer(nn.Module):
-    """What all attention layers share: a call with memory, positions and terms, from tokens to tokens.
+    """The part that all attention layers share: a call with memory, positions and terms, tokens to tokens.
 
     A subclass defines ``project`` and ``join``, and may set ``score`` and ``scale``.
 

@@ -1,4 +1,4 @@
-"""What was given in place of what was wanted, and what to do about it."""
+"""Describe in errors the value that was given, and say what to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the paper does not state: the converse, depth, multi-level scores, convolution, triples."""
+"""Claims that the paper does not state: the converse, depth, multi-level scores, convolution, triples."""
 
 from __future__ import annotations
 
